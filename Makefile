@@ -86,7 +86,7 @@ frameworks = $(1)/bin/python -m pip install --disable-pip-version-check -c const
 
 demo: $(EXAMPLES)
 	@echo "==> running the demonstration"
-	$(BIN)/python -m examples.demo --overwrite
+	$(BIN)/python -m examples.demo
 
 lint: $(READY)
 	@echo "==> lint and types"
@@ -139,7 +139,7 @@ pages: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.kernels
 
-# Without leak detection, since the interpreter itself leaks. The build writes its own record beside the library.
+# Without leak detection, since the interpreter itself leaks.
 sanitize: $(READY)
 	AHOP_CFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover" $(BIN)/python setup.py -q build_ext --force \
 		--build-lib build/sanitize --build-temp build/sanitize/temp

@@ -25,7 +25,7 @@ def installed(name: str) -> str:
 
 
 def self_test(backend: str, device: str) -> str:
-    """Compares the scores of a backend with the float64 reference; returns its error, that of float32, and its time."""
+    """Compares the scores of a backend with the float64 reference; returns both errors and the time."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(rows, 24, generator=generator) for rows in (40, 90))
     weight, bases = torch.rand(2, 24, generator=generator), ("dis", "dot")

@@ -15,54 +15,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError, describe
-from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.attend import attend, is_large
-from ahop_layers.ops.onnx import is_onnx_export
 from ahop_layers.ops.operators import has_hooks, is_transformed
-from ahop_layers.ops.reference import accumulation_dtype, pair_values
 from ahop_layers.ops.sliced import per_query_head
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.fixed import dot_product
+from ahop_layers.similarity.protocol import Similarity, is_attended
 
-Similarity = Callable[[Tensor, Tensor], Tensor]
-"""Scores queries against keys: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
 Steps = int | None | Sequence[int]
 
 # The dot product under softmax converges. A learned similarity or a hard separation may cycle forever.
 MAX_SEARCH_STEPS = 1000
-
-
-def dot_product(query: Tensor, key: Tensor) -> Tensor:
-    """Computes the dot product: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
-    return query @ key.mT
-
-
-def negative_distance(query: Tensor, key: Tensor) -> Tensor:
-    """Computes the negative squared distance: ``(..., L, d)``, ``(..., S, d)`` -> ``(..., L, S)``."""
-    # Center first to avoid cancellation far from the origin. A rounded center keeps integers exact.
-    center = key.mean(-2, keepdim=True).detach().round()
-    query, key = query - center, key - center
-    return 2 * query @ key.mT - query.square().sum(-1, keepdim=True) - key.square().sum(-1).unsqueeze(-2)
-
-
-def negative_manhattan(query: Tensor, key: Tensor) -> Tensor:
-    """Computes the negative sum of absolute differences: ``(L, d), (S, d) -> (L, S)``."""
-    wide = accumulation_dtype(query.dtype)
-    if is_onnx_export():  # which does not know cdist
-        return pair_values(query.to(wide), key.to(wide), "l1").sum(-1).to(query.dtype)
-    return -torch.cdist(query.to(wide), key.to(wide), p=1).to(query.dtype)
-
-
-FIXED: dict[str, Similarity] = {"dot": dot_product, "dis": negative_distance, "l1": negative_manhattan}
-"""The similarities without parameters, by the base that each sums up."""
-
-
-def known_scores(similarity: Similarity, query: Tensor, key: Tensor) -> Tensor:
-    """Scores the known values by a fixed similarity: ``d / m`` times the sum over m of d dimensions."""
-    base = next(name for name, fixed in FIXED.items() if fixed is similarity)
-    weight = query.new_zeros(1, query.shape[-1])
-    weight[0, -1] = 1.0
-    return adaptive_similarity(query, key, weight, (base,), missing=True)
 
 
 class Mask(NamedTuple):
@@ -72,37 +36,37 @@ class Mask(NamedTuple):
         blocked: None, or a bool tensor that broadcasts to ``(N, H, L, S)``; True excludes a pair.
         added: None, or a floating-point tensor that broadcasts to ``(N, H, L, S)``.
         causal: whether query i may only use keys 0 to i.
-        appended: number of keys at the end that ``causal`` does not exclude.
     """
 
     blocked: Tensor | None = None
     added: Tensor | None = None
     causal: bool = False
-    appended: int = 0
 
     def apply(self, scores: Tensor) -> Tensor:
         """Adds ``added`` to the scores, then sets excluded entries to ``-inf``."""
         if self.added is not None:
             scores = scores + self.added.to(scores.dtype)
         if self.causal:
-            scores = scores.masked_fill(self.triangle(scores.shape[-2], scores.shape[-1], scores.device), -torch.inf)
+            scores = scores.masked_fill(_triangle(scores.shape[-2], scores.shape[-1], scores.device), -torch.inf)
         return scores if self.blocked is None else scores.masked_fill(self.blocked, -torch.inf)
-
-    def triangle(self, length: int, keys: int, device: torch.device) -> Tensor:
-        """Returns the pairs that ``causal`` excludes, a bool tensor ``(length, keys)``."""
-        triangle = torch.ones(length, keys - self.appended, dtype=torch.bool, device=device).triu(1)
-        return functional.pad(triangle, (0, self.appended)) if self.appended else triangle
 
     def join(self, other: "Mask") -> "Mask":
         """Combines two masks of the same keys into one."""
         blocked, added = _join(torch.logical_or, self.blocked, other.blocked), _join(torch.add, self.added, other.added)
-        appended = min((mask.appended for mask in (self, other) if mask.causal), default=0)
-        return Mask(blocked, added, self.causal or other.causal, appended)
+        return Mask(blocked, added, self.causal or other.causal)
 
-    def grow(self) -> "Mask":
-        """Appends one key that no query is blocked from."""
-        blocked, added = (None if part is None else functional.pad(part, (0, 1)) for part in (self.blocked, self.added))
-        return Mask(blocked, added, self.causal, self.appended + self.causal)
+    def grow(self, query: Tensor, key: Tensor) -> "Mask":
+        """Appends one key that every query may use to the mask of ``query (..., L, d)`` and ``key (..., S, d)``."""
+        blocked, added, causal = self
+        if causal:
+            blocked = _join(torch.logical_or, blocked, _triangle(query.shape[-2], key.shape[-2], key.device))
+        blocked, added = (None if part is None else functional.pad(part, (0, 1)) for part in (blocked, added))
+        return Mask(blocked, added)
+
+
+def _triangle(length: int, keys: int, device: torch.device) -> Tensor:
+    """Returns the pairs that a causal mask excludes, a bool tensor ``(length, keys)``."""
+    return torch.ones(length, keys, dtype=torch.bool, device=device).triu(1)
 
 
 def _join(combine: Callable[[Tensor, Tensor], Tensor], first: Tensor | None, second: Tensor | None) -> Tensor | None:
@@ -120,7 +84,7 @@ def combine_masks(
     """Combines the masks of a call: ``padding (N, S)``, and ``association (L, S)`` or ``(N * H, L, S)``.
 
     True excludes a pair, and a float is added to its score; uint8 is read as bool (deprecated). ``shape`` is
-    ``(N, H, L, S)``, and ``names`` are those of the arguments, for error messages.
+    ``(N, H, L, S)``, and error messages call the arguments by ``names``.
     """
     n, h, length, keys = shape
     parts = []
@@ -133,7 +97,7 @@ def combine_masks(
 
 
 def _as_mask(name: str, mask: object, *layouts: tuple[str, tuple[int, ...], tuple[int, ...]]) -> Mask:
-    """Reads a mask by its dtype; a layout has a name, the shape of a mask, and that which broadcasts to the scores."""
+    """Reads a mask by its dtype; a layout has a name, the shape of a mask, and the shape that broadcasts to scores."""
     if not isinstance(mask, Tensor):
         raise AHopError(f"{name} must be a tensor or None, got {type(mask).__name__}")
     wide = next((wide for _, shape, wide in layouts if tuple(mask.shape) == shape), None)
@@ -186,13 +150,9 @@ class Padded:
         key, value: ``(N, H, S, d)``, ``(N, H, S, e)``; N may be 1 where all samples share them. Fewer heads, a divisor
             of H, are each used by as many consecutive heads of the query.
         mask: see :func:`combine_masks`.
-        zero_association: append a key and a value of zeros that every query may use.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, mask: Mask | None = None, zero_association: bool = False) -> None:
-        if zero_association:
-            key, value = functional.pad(key, (0, 0, 0, 1)), functional.pad(value, (0, 0, 0, 1))
-            mask = None if mask is None else mask.grow()
+    def __init__(self, key: Tensor, value: Tensor, mask: Mask | None = None) -> None:
         self.key, self.value, self.mask = key, value, mask
 
     def score(self, state: Tensor, score: Similarity) -> Tensor:
@@ -229,9 +189,9 @@ def associate(
 ) -> tuple[Tensor, Any]:
     """Associates queries with stored keys and reads the stored values.
 
-    Without a request for weights, softmax over an :class:`~ahop_layers.AdaptiveSimilarity` of one resolution is
-    computed by one operator that keeps no tensor of size L x S: always where a fused GPU kernel supports the call, and
-    elsewhere if the scores would take much memory.
+    Without a request for weights, softmax over an :class:`~ahop_layers.AdaptiveSimilarity` is computed by one operator
+    that keeps no tensor of size L x S: always where a fused GPU kernel supports the call, and elsewhere if the scores
+    would take much memory.
 
     Args:
         query: ``(N, H, L, d)``; N may be 1 where all samples share it.
@@ -269,7 +229,7 @@ def associate(
 
 def _is_attention(score: Similarity, separation: Separation, steps: Steps) -> TypeGuard[AdaptiveSimilarity]:
     """Returns whether ``ahop::attend`` computes this association, and no hook or override observes a part of it."""
-    if not isinstance(score, AdaptiveSimilarity) or not score.is_single():
+    if not is_attended(score):
         return False
     softmax = type(separation) is Separation and separation.name == "softmax"
     watched = any(has_hooks(part) or "forward" in part.__dict__ for part in (score, separation))
@@ -289,13 +249,10 @@ def _attend(
     added = mask.added
     if added is not None and ((added.requires_grad and torch.is_grad_enabled()) or not added.is_floating_point()):
         return None  # the operator computes no gradient of a mask
-    if similarity.blocks[0].normalize and key.shape[1] not in (1, query.shape[1]):
+    if similarity.blocks.normalize and key.shape[1] not in (1, query.shape[1]):
         return None  # norms are computed for each query head
     if not (query.is_cuda or is_large(query, key)):  # nothing else is prepared in vain
         return None
-    if mask.causal and mask.appended:
-        triangle = mask.triangle(query.shape[-2], key.shape[-2], query.device)
-        mask = Mask(triangle).join(Mask(mask.blocked, mask.added))
     if mask.blocked is not None:
         added = mask.blocked if added is None else torch.where(mask.blocked, -torch.inf, added)
     if added is not None:
@@ -317,8 +274,8 @@ def iterate(
 ) -> Tensor:
     """Updates the states ``(N, H, L, d)`` until ``steps`` is reached or the weights converge; returns the last weights.
 
-    ``weigh`` computes the weights of the states. ``next_state`` and ``change`` are those of :class:`Stored`, and
-    ``steps`` and ``eps`` those of :func:`associate`.
+    ``weigh`` computes the weights of the states. :class:`Stored` documents ``next_state`` and ``change``,
+    :func:`associate` documents ``steps`` and ``eps``.
     """
     limits = [steps] * state.shape[1] if steps is None or isinstance(steps, int) else list(steps)
     longest = [MAX_SEARCH_STEPS if limit is None or limit < 0 else limit for limit in limits]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,12 @@ def check_module(**modules: object) -> None:
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
             raise AHopError(f"{name} must be a module, got {type(module).__name__}")
+
+
+def refuse_script(module: nn.Module) -> NoReturn:
+    """Raises an AHopError; as ``__prepare_scriptable__`` of a module, ``torch.jit.script`` calls it."""
+    name = type(module).__name__
+    raise AHopError(f"torch.jit.script does not support {name}: use torch.compile or torch.export instead")
 
 
 def check_same_device(**tensors: Any) -> None:
@@ -167,10 +173,10 @@ FINITE_BLOCK = 2**21  # number of elements that are read at once
 def check_finite_rows(**matrices: Tensor) -> None:
     """Raises with the index of the first row that holds NaN or infinity, if a matrix ``(N, d)`` has one.
 
-    Reads a matrix block by block to bound memory, and synchronizes once.
+    Reads a matrix in chunks to bound memory, and synchronizes once.
     """
     for name, matrix in matrices.items():
-        row = _first_row(matrix, lambda block: ~block.isfinite())
+        row = _first_row(matrix, lambda chunk: ~chunk.isfinite())
         if row is not None:
             raise AHopError(f"{name} must be finite, got NaN or infinity in row {row}")
 
@@ -179,12 +185,12 @@ def has_unknown(**matrices: Tensor) -> bool:
     """Returns whether a matrix ``(N, d)`` holds NaN; raises if one holds infinity, or a row without a known value."""
     unknown = False
     for name, matrix in matrices.items():
-        if _first_row(matrix, lambda block: ~block.isfinite()) is None:
+        if _first_row(matrix, lambda chunk: ~chunk.isfinite()) is None:
             continue
         row = _first_row(matrix, torch.isinf)
         if row is not None:
             raise AHopError(f"{name} must not be infinite, got infinity in row {row}")
-        row = _first_row(matrix, lambda block: block.isnan().all(-1, keepdim=True))
+        row = _first_row(matrix, lambda chunk: chunk.isnan().all(-1, keepdim=True))
         if row is not None:
             raise AHopError(f"{name} must have a known value in each row, got NaN only in row {row}")
         unknown = True
@@ -196,8 +202,8 @@ def _first_row(matrix: Tensor, found: Callable[[Tensor], Tensor]) -> int | None:
     if matrix.is_meta or matrix.numel() == 0:
         return None
     size = max(1, FINITE_BLOCK // matrix.shape[1])
-    blocks = torch.stack([found(block).any() for block in torch.split(matrix, size)])
-    if not blocks.any():
+    chunks = torch.stack([found(chunk).any() for chunk in torch.split(matrix, size)])
+    if not chunks.any():
         return None
-    start = int(blocks.nonzero()[0]) * size
+    start = int(chunks.nonzero()[0]) * size
     return start + int(found(matrix[start : start + size]).any(-1).nonzero()[0])

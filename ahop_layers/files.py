@@ -54,13 +54,13 @@ def read(path: Path, key: str, writer: str) -> tuple[dict[str, Tensor], dict[str
         raise AHopError(rule)
     try:
         with library.safe_open(str(path), framework="pt") as file:
-            header = as_header((file.metadata() or {})[key])
+            header = _as_header((file.metadata() or {})[key])
             return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118 - no mapping
     except (library.SafetensorError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise AHopError(f"{rule}: {error}") from error
 
 
-def as_header(text: str | bytes) -> dict[str, Any]:
+def _as_header(text: str) -> dict[str, Any]:
     """Returns the object that a text of JSON has, or raises a ValueError."""
     try:
         header = json.loads(text)

@@ -6,30 +6,28 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ahop_layers.association import Similarity
 from ahop_layers.errors import AHopError, check_floating, describe
 from ahop_layers.ops.operators import assert_in_graph
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Rows, Separation
+from ahop_layers.similarity.protocol import Similarity
 
-# Computes keys or values ``(rows, H, d)`` of instances ``(rows, E)``.
-Projection = Callable[[Tensor], Tensor]
+# Maps patterns ``(N, rows, E)``, by part 1 or 2 (keys, values), to patterns or to heads ``(N, H, rows, d)``.
+OfPart = Callable[[Tensor, int], Tensor]
 # Maximal number of elements of the instances in a slice: bounds memory, but keeps the device busy.
 SLICE_ELEMENTS = {"cpu": 2**22, "cuda": 2**24}
-# If every bag has its own states, a bag is padded to a multiple of this size and scored in blocks of it.
-BLOCK = 16
 # On a CPU, segment_reduce is faster than index_add for rows of up to this length, and slower for longer ones.
 SHORT_ROW = 16
 
 
 class _Spread(torch.autograd.Function):
-    """Repeats the row of a bag for its instances. Unlike that of indexing, the gradient is deterministic on a GPU."""
+    """Repeats the row of a bag for its instances. Its gradient is deterministic on a GPU, unlike with indexing."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bags: "Bags") -> Tensor:
@@ -52,10 +50,6 @@ class Bags(Rows):
         self.total = int(sum(sizes)) if total is None else total
         number = torch.arange(self.sizes.shape[0], device=device)
         self.bag = number.repeat_interleave(self.sizes, output_size=self.total)
-        if isinstance(sizes, Tensor):
-            self._blocks = self.total // BLOCK + sizes.shape[0]  # an upper bound
-        else:
-            self._blocks = sum(-(-size // BLOCK) for size in sizes)
 
     def sum(self, rows: Tensor) -> Tensor:
         """Sums the rows of each bag: ``(total, ...) -> (N, ...)``."""
@@ -85,21 +79,20 @@ class Bags(Rows):
         """Scores states ``(1 or N, H, Q, d)`` against the keys of their bags, ``(total, H, d)``: ``(total, H, Q)``."""
         if state.shape[0] == 1 or not self.total:
             return score_shared(state[:1], key, score)
-        count = (self.sizes + BLOCK - 1) // BLOCK
-        # Position of a bag among the padded bags, minus its position among the bags.
-        shift = BLOCK * (count.cumsum(0) - count) - (self.sizes.cumsum(0) - self.sizes)
-        count[-1] += self._blocks - count.sum()  # an upper bound leaves blocks without instances
-        blocks = Bags(count, key.device, self._blocks)
-        start = BLOCK * torch.arange(self._blocks, device=key.device) - shift[blocks.bag]
-        members = (start[:, None] + torch.arange(BLOCK, device=key.device)).clamp(max=self.total - 1)
-        keys = rearrange(key.index_select(0, members.flatten()), "(n b) h d -> n h b d", b=BLOCK)
-        scores = rearrange(score(blocks.spread(state), keys), "n h q b -> (n b) h q")
-        return scores.index_select(0, torch.arange(self.total, device=key.device) + shift[self.bag])
+        return score(self.spread(state), key.unsqueeze(2)).squeeze(-1)
 
 
 def score_shared(state: Tensor, key: Tensor, score: Similarity) -> Tensor:
     """Scores a state ``(1, H, Q, d)`` that all bags share against keys ``(total, H, d)``: ``(total, H, Q)``."""
     return rearrange(score(state, rearrange(key, "t h d -> 1 h t d")), "1 h q t -> t h q")
+
+
+class PackedPatterns(NamedTuple):
+    """Packed bags as the stored patterns and pattern projections of a Hopfield layer, which normalizes them."""
+
+    instances: Tensor  # (total, E)
+    sizes: list[int] | Tensor  # of the bags; a tensor (N,), for compilation, means a single slice
+    normalize: OfPart
 
 
 class Packed:
@@ -109,27 +102,19 @@ class Packed:
     training they are recomputed for their gradients. A bag may span several slices.
 
     Args:
-        instances: ``(total, E)``.
-        sizes: number of instances of each bag: a list, or for compilation a tensor ``(N,)``, which has a single slice.
-        key, value: projections of instances.
+        patterns: the bags.
+        heads: projects patterns to heads.
         zero_association: append a key and a value of zeros to each bag. Weights are then ``(total + N, H, Q)``.
         keep_keys: compute all keys once and keep them, as update steps require.
     """
 
     def __init__(
-        self,
-        instances: Tensor,
-        sizes: list[int] | Tensor,
-        key: Projection,
-        value: Projection,
-        *,
-        zero_association: bool = False,
-        keep_keys: bool = False,
+        self, patterns: PackedPatterns, heads: OfPart, *, zero_association: bool = False, keep_keys: bool = False
     ) -> None:
-        total, device = instances.shape[0], instances.device
+        instances, sizes, self.normalize = patterns
+        self.heads, total, device = heads, instances.shape[0], instances.device
         self.bags = self.extended = Bags(sizes, device, total)
-        self.project_key, self.project_value = key, value
-        self.keys = key(instances) if keep_keys else None
+        self.keys: Any = self.project(instances, 1) if keep_keys else None
         self.places: Tensor | None = None
         if zero_association:
             self.extended = Bags(self.bags.sizes + 1, device, total + self.bags.sizes.shape[0])
@@ -142,11 +127,15 @@ class Packed:
             self.lengths = [sum(pieces) for pieces in self.slices]
         self.parts = instances.split_with_sizes(self.lengths)
 
+    def project(self, instances: Tensor, part: int) -> Tensor:
+        """Computes part 1 or 2 (keys, values) of instances: ``(rows, E) -> (rows, H, d)``."""
+        return rearrange(self.heads(self.normalize(instances[None], part), part), "1 h t d -> t h d")
+
     def score(self, state: Tensor, score: Similarity) -> Tensor:
         """Scores the states ``(1 or N, H, Q, d)`` against the keys of their bags."""
 
         def of_slice(state: Tensor, part: Tensor) -> Tensor:
-            return score_shared(state, self.project_key(part), score)
+            return score_shared(state, self.project(part, 1), score)
 
         if self.keys is None:
             scores = torch.cat([self._compute(of_slice, state, part) for part in self.parts])
@@ -162,9 +151,7 @@ class Packed:
         return separation(scores, groups=self.extended)
 
     def next_state(self, weights: Tensor) -> Tensor:
-        """Sums the weighted keys of each bag: ``(N, H, Q, d)``."""
-        if self.keys is None:
-            raise AHopError("update steps need keep_keys=True, got False")
+        """Sums the weighted keys of each bag, which were kept: ``(N, H, Q, d)``."""
         return self.bags.read(self.of_instances(weights), self.keys)
 
     def read(self, weights: Tensor) -> Tensor:
@@ -172,7 +159,7 @@ class Packed:
 
         def of_slice(weights: Tensor, part: Tensor, pieces: list[int]) -> Tensor:
             bags = self.bags if len(self.slices) == 1 else Bags(pieces, part.device)
-            return bags.read(weights, self.project_value(part))
+            return bags.read(weights, self.project(part, 2))
 
         each = zip(self.of_instances(weights).split_with_sizes(self.lengths), self.parts, self.slices, strict=True)
         read = torch.cat([self._compute(of_slice, *given) for given in each])
@@ -183,7 +170,7 @@ class Packed:
         return self.extended.sum((weights - before).square().sum(-1)).sqrt()
 
     def of_instances(self, weights: Tensor) -> Tensor:
-        """Returns the weights ``(total, H, Q)`` without those of the zero association."""
+        """Returns the weights ``(total, H, Q)`` without the zero association."""
         return weights if self.places is None else weights.index_select(0, self.places)
 
     def _compute(self, function: Callable[..., Tensor], *given: Any) -> Tensor:
@@ -225,19 +212,20 @@ def check_bags(instances: Any, bag_sizes: Any) -> tuple[Tensor, list[int] | Tens
     check_floating(instances=instances)
     if instances.is_nested or instances.ndim != 2:
         got = "a nested tensor" if instances.is_nested else describe(instances)
-        raise AHopError(f"instances must be (total, input_size), those of all bags concatenated, got {got}")
-    if torch.compiler.is_compiling() and isinstance(bag_sizes, (Tensor, list, tuple)):
-        bag_sizes = torch.as_tensor(bag_sizes)
-        if bag_sizes.ndim != 1 or bag_sizes.is_floating_point() or bag_sizes.dtype == torch.bool:
-            raise AHopError(f"bag_sizes must be (N,) of integers, got {describe(bag_sizes)} of {bag_sizes.dtype}")
-        fits = (bag_sizes.sum() == instances.shape[0]) & (bag_sizes >= 0).all()
+        raise AHopError(f"instances must be (total, input_size), concatenated over all bags, got {got}")
+    try:
+        sizes = torch.as_tensor(bag_sizes)
+    except (RuntimeError, TypeError, ValueError):
+        sizes = torch.empty(())
+    fractional = sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool
+    valid = sizes.ndim == 1 and (not fractional or sizes.shape[0] == 0)
+    if valid and torch.compiler.is_compiling():
+        fits = (sizes.sum() == instances.shape[0]) & (sizes >= 0).all()
         assert_in_graph(fits, "bag_sizes must be integers >= 0 that add up to the number of instances")
-        return instances, bag_sizes
-    sizes = bag_sizes.tolist() if hasattr(bag_sizes, "tolist") else bag_sizes
-    sizes = sizes if isinstance(sizes, Sequence) else [None]
-    sizes = [size.tolist() if hasattr(size, "tolist") else size for size in sizes]
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
+        return instances, sizes
+    counts = sizes.tolist() if valid else [-1]
+    if min(counts, default=0) < 0:
         raise AHopError(f"bag_sizes must be a sequence of integers >= 0, got {bag_sizes!r}")
-    if sum(sizes) != len(instances):
-        raise AHopError(f"bag_sizes must add up to the number of instances, {len(instances)}, got {sum(sizes)}")
-    return instances, sizes
+    if sum(counts) != len(instances):
+        raise AHopError(f"bag_sizes must add up to the number of instances, {len(instances)}, got {sum(counts)}")
+    return instances, counts

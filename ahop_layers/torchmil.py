@@ -1,6 +1,6 @@
 """AdaptivePool: adaptive Hopfield pooling with the interface of torchmil's ``AttentionPool``.
 
-torchmil itself is not imported. Its masks are 1 for an instance and 0 for padding, the opposite of those of hflayers.
+torchmil itself is not imported. Its masks are 1 for an instance and 0 for padding, the opposite of hflayers.
 """
 
 import math

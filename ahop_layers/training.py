@@ -14,7 +14,8 @@ from torch.nn.utils import parametrize
 
 from ahop_layers.errors import AHopError, check_module, check_numbers
 from ahop_layers.ops.reference import BASES, fold, unfold
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity, named_similarities, similarity_parameters
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.associator import named_similarities, similarity_parameters
 
 EVALUATIONS = 10
 """Number of evaluations on the held-out queries during training."""
@@ -92,26 +93,25 @@ def _degree(base: str) -> float:
     return math.log2(large / small) if small * large > 0 else 2.0
 
 
-def base_units(part: AdaptiveSimilarity, scale: float) -> list[Tensor]:
-    """Returns the unit of the weights of each base, ``(n_bases,)`` for each resolution.
+def base_units(part: AdaptiveSimilarity, scale: float) -> Tensor:
+    """Returns the unit of the weights of each base, ``(n_bases,)``.
 
-    In these units all bases grow with the same power of the scale of the data: that of the base that ``init`` names in
-    the first resolution, whose unit is 1, else the largest.
+    In these units all bases grow with the same power of the scale of the data: that of the base that ``init`` names,
+    whose unit is 1, else the largest.
     """
-    degrees = [[0.0 if blocks.normalize else _degree(name) for name in part.names] for blocks in part.blocks]
+    degrees = [0.0 if part.blocks.normalize else _degree(name) for name in part.names]
     named = isinstance(part.init, str) and part.init in part.bases
-    reference = degrees[0][part.bases.index(part.init)] if named else max(map(max, degrees))
-    return [torch.tensor([scale ** (reference - degree) for degree in each]) for each in degrees]
+    reference = degrees[part.bases.index(part.init)] if named else max(degrees)
+    return torch.tensor([scale ** (reference - degree) for degree in degrees])
 
 
-def _scale(part: AdaptiveSimilarity, resolution: int) -> float:
+def _scale(part: AdaptiveSimilarity) -> float:
     """Returns a factor that limits the effect of a step on all of ``w`` to that of a footprint of 64 dimensions.
 
     The step changes n folded weights in proportion to n; the sums they multiply grow with d / n unless normalized.
     """
-    blocks = part.blocks[resolution]
-    n = blocks.count(part.dim)
-    return min(1.0, 64**2 / (n * (n if blocks.normalize else part.dim)))
+    n = part.w.shape[-1]
+    return min(1.0, 64**2 / (n * (n if part.blocks.normalize else part.dim)))
 
 
 @contextmanager
@@ -127,26 +127,24 @@ def folded_weights(module: nn.Module, scale: float = 1.0, and_unfolded: bool = F
     """
     trained = []
     for part in [each for each in named_similarities(module).values() if isinstance(each, AdaptiveSimilarity)]:
-        for resolution, (w, beta) in enumerate(part.parameter_names()):
-            weight, factor = getattr(part, w), getattr(part, beta)
-            if weight.requires_grad:
-                trained.append((part, w, weight, factor, factor.requires_grad))
-                with torch.no_grad():
-                    weight.mul_(factor.unsqueeze(-1))
-                    factor.fill_(1.0)
-                factor.requires_grad_(False)
-                units = base_units(part, scale)[resolution].to(weight).unsqueeze(-1)
-                form = _Folded(units, _scale(part, resolution), and_unfolded)
-                parametrize.register_parametrization(part, w, form)
+        weight, factor = part.w, part.beta
+        if weight.requires_grad:
+            trained.append((part, weight, factor.requires_grad))
+            with torch.no_grad():
+                weight.mul_(factor.unsqueeze(-1))
+                factor.fill_(1.0)
+            factor.requires_grad_(False)
+            units = base_units(part, scale).to(weight).unsqueeze(-1)
+            parametrize.register_parametrization(part, "w", _Folded(units, _scale(part), and_unfolded))
     try:
         yield
     finally:
-        for part, w, weight, factor, trains_beta in trained:
-            parametrize.remove_parametrizations(part, w)
+        for part, weight, trains_beta in trained:
+            parametrize.remove_parametrizations(part, "w")
             with torch.no_grad():
-                weight.copy_(getattr(part, w))
-            setattr(part, w, weight)  # the same parameter object as before, which an optimizer may reference
-            factor.requires_grad_(trains_beta)
+                weight.copy_(part.w)
+            part.w = weight  # the same parameter object as before, which an optimizer may reference
+            part.beta.requires_grad_(trains_beta)
 
 
 def warmup_cosine(step: int, count: int) -> float:

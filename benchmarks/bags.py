@@ -1,4 +1,4 @@
-"""Published data sets of bags, for the bag benchmark and examples/mil.py. docs/data.md lists the files."""
+"""Published data sets of bags, for the bag benchmark. docs/data.md lists the files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers import AHopError
-from benchmarks.bag_sets import DIGIT_SETS, BagSet, bags_csv, folder
+from benchmarks.bag_sets import BagSet
 
 
 def _from_npz(name: str) -> Callable[[Path], BagSet]:
@@ -40,11 +40,8 @@ def auc(labels: Tensor, scores: Tensor) -> float:
 
 
 DATA_SETS: dict[str, Callable[[Path], BagSet]] = {
-    **DIGIT_SETS,
     "tiger": _from_npz("tiger"),
     "fox": _from_npz("fox"),
     "elephant": _from_npz("elephant"),
     "ucsb": _from_npz("ucsb_breast_cancer"),
-    "csv": bags_csv,
-    "folder": folder,
 }

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 import ahop_layers as ah
+from ahop_layers.memory.variants import Replaced
 from ahop_layers.tabular import AdaptiveMemoryClassifier
-from ahop_layers.variants import Replaced
 from benchmarks.harness.command import add_data_dir, explain_missing_data, make_parser
 from benchmarks.harness.memory import Result, in_own_process, peak, reset_peak
 from benchmarks.paper.tabular.data import files_of, load

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from ahop_layers.variants import Level, Variant
+from ahop_layers.memory.variants import Level, Variant
 
 
 def random_level(rows: Tensor, level: Level, generator: Generator | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Published image data sets as tensors in memory, for the image benchmark and examples/vit.py.
+"""Image data sets as tensors in memory, for the image benchmark.
 
 Each reader takes the folder of ``--data-dir`` and returns the images as bytes. docs/data.md lists the files.
 """
@@ -6,35 +6,53 @@ Each reader takes the folder of ``--data-dir`` and returns the images as bytes. 
 import gzip
 import pickle
 import re
-import shutil
-import tarfile
-import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
+from sklearn.datasets import load_digits
 from torch import Tensor
 
 from ahop_layers import AHopError
-from benchmarks.image_sets import (
-    DIGITS,
-    Images,
-    ImageSet,
-    by_class,
-    digits,
-    folder,
-    read_images,
-    read_pixels,
-)  # fmt: skip
 
 MNIST_FILES = [f"{part}-{kind}-ubyte.gz" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-SOURCES = {
-    "mnist": [f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}" for name in MNIST_FILES],
-    "cifar10": ["https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"],
-    "cifar100": ["https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz"],
-    "tiny-imagenet": ["http://cs231n.stanford.edu/tiny-imagenet-200.zip"],
-}
+DIGITS = [str(digit) for digit in range(10)]
+
+
+class Images(NamedTuple):
+    """``images (n, channels, height, width)`` as bytes and ``labels (n,)``."""
+
+    images: Tensor
+    labels: Tensor
+
+    def to(self, device: torch.device | str) -> "Images":
+        """Returns a copy on a device."""
+        return Images(self.images.to(device), self.labels.to(device))
+
+    def cut(self, count: int) -> tuple["Images", "Images"]:
+        """Returns the first ``count`` images, and the others."""
+        return Images(self.images[:count], self.labels[:count]), Images(self.images[count:], self.labels[count:])
+
+
+class ImageSet(NamedTuple):
+    """A data set, the default side of its patches, and whether a flipped image keeps its class."""
+
+    train: Images
+    test: Images
+    classes: list[str]
+    patch: int = 4
+    mirror: bool = True
+
+
+def digits(_: Path) -> ImageSet:
+    """Reads the 8 x 8 digits of scikit-learn; the test set is the last fifth, by other writers."""
+    bunch = load_digits()
+    images = torch.from_numpy((bunch.images * (255 / 16)).round().astype(np.uint8))[:, None]
+    parts = Images(images, torch.from_numpy(bunch.target).long()).cut(len(images) * 4 // 5)
+    return ImageSet(*parts, DIGITS, patch=2, mirror=False)
 
 
 def mnist(where: Path) -> ImageSet:
@@ -122,53 +140,50 @@ def find(homes: list[Path], *layouts: list[str]) -> Path:
     raise FileNotFoundError(f"expected the data in {wanted}, got none of them; see --data-dir")
 
 
-READERS = {read.__name__.replace("_", "-"): read for read in (digits, mnist, cifar10, cifar100, tiny_imagenet, folder)}
+def by_class(home: Path, names: list[str]) -> list[tuple[Path, int]]:
+    """Returns the image files in ``home/<class>/`` and their labels."""
+    kinds = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+    found = [(path, label) for label, name in enumerate(names) for path in sorted((home / name).rglob("*"))]
+    files = [(path, label) for path, label in found if path.suffix.lower() in kinds]
+    if not files:
+        raise FileNotFoundError(f"expected images ({' '.join(kinds)}) in {home}/<class>, got none")
+    return files
 
 
-def load(name: str, where: Path, download: bool = False) -> ImageSet:
-    """Reads a data set.
+def read_images(files: list[tuple[Path, int]], side: int) -> Images:
+    """Reads labeled image files, resized to ``side`` x ``side``."""
+    pixels = np.stack(read_pixels([path for path, _ in files], side))
+    return Images(
+        torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), torch.tensor([label for _, label in files])
+    )
 
-    Args:
-        name: a key of ``READERS``.
-        where: the folder of ``--data-dir``.
-        download: download the data set first if it is missing.
+
+def read_pixels(paths: list[Path], side: int | None = None) -> list[np.ndarray]:
+    """Reads image files as RGB bytes, resized to ``side`` x ``side`` unless that is None."""
+
+    def read(path: Path) -> np.ndarray:
+        with Image.open(path) as image:
+            pixels = image.convert("RGB")
+        return np.asarray(pixels if side is None else pixels.resize((side, side)))
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(read, paths))
+
+
+READERS = {read.__name__.replace("_", "-"): read for read in (digits, mnist, cifar10, cifar100, tiny_imagenet)}
+
+
+def load(name: str, where: Path) -> ImageSet:
+    """Reads a data set by its name in ``READERS``, from the folder of ``--data-dir``.
 
     Raises:
         FileNotFoundError: the data set is missing.
-        AHopError: a file is damaged, or the download failed.
+        AHopError: a file is damaged.
     """
     try:
-        try:
-            return READERS[name](where)
-        except FileNotFoundError:
-            if not download or name not in SOURCES:
-                raise
-        fetch(SOURCES[name], where / "mnist" if name == "mnist" else where)
         return READERS[name](where)
-    except (AHopError, FileNotFoundError, PermissionError):
+    except (FileNotFoundError, PermissionError):
         raise
     except Exception as error:  # a damaged file raises the error of its format
         reason = f"{type(error).__name__}: {error}"
         raise AHopError(f"{name}: expected files as published in {where}, got damaged ones ({reason})") from None
-
-
-def fetch(addresses: list[str], target: Path) -> None:
-    """Downloads files into ``target`` and unpacks archives, atomically per file or folder."""
-    target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target) as scratch:
-        done = Path(scratch) / "done"
-        done.mkdir()
-        for address in addresses:
-            path = Path(scratch) / address.rsplit("/", 1)[1]
-            try:
-                torch.hub.download_url_to_file(address, str(path))
-            except Exception as error:  # of the network, the server or the disk
-                raise AHopError(f"{address}: expected a file to download, got {error}") from None
-            if path.name.endswith((".tar.gz", ".zip")):
-                # From Python 3.11.4 on, nothing outside the folder is written, whatever the archive contains.
-                safely = path.suffix != ".zip" and hasattr(tarfile, "data_filter")
-                shutil.unpack_archive(path, done, **({"filter": "data"} if safely else {}))
-            else:
-                path.rename(done / path.name)
-        for path in done.iterdir():
-            path.rename(target / path.name)

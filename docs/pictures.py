@@ -88,7 +88,7 @@ def _clearest(memory: ah.AssociativeMemory | Network, index: Tensor, query: Tens
     wrong = ah.AssociativeMemory(patterns, similarity="dis").recall(query)
     rows = ((memory.recall(query) == index) & (shown[wrong] != shown[index])).nonzero()[:, 0]
     pairs = patterns[torch.stack((index[rows], wrong[rows]), 1)]
-    curves = ah.footprint(query[rows, None], pairs, base="dis", blocks=similarity.blocks[0].assignment)[:, 0]
+    curves = ah.footprint(query[rows, None], pairs, base="dis", blocks=similarity.blocks.assignment)[:, 0]
     lead = (curves[:, 0] - curves[:, 1]) / curves[:, 0, -1:].abs()
     best = torch.minimum(lead.amax(-1), -lead[:, -1]).argmax()  # a large lead first, far behind in the end
     return Example(query[rows[best]], pairs[best], similarity.footprint_weight().detach()[0])

@@ -20,8 +20,8 @@ KERNELS = {
     "softmax.cu": dict.fromkeys(("softmax", "softmax_backward"), "Softmax"),
 }
 LAUNCH = """
-extern "C" void launch_{name}(const {parameter}* p, int blocks, int threads, int bytes) {{
-    emulator::launch(blocks, threads, bytes, [=] {{ {name}(*p); }});
+extern "C" void launch_{name}(const {parameter}* p, int thread_blocks, int threads, int bytes) {{
+    emulator::launch(thread_blocks, threads, bytes, [=] {{ {name}(*p); }});
 }}
 """
 
@@ -32,8 +32,8 @@ class EmulatedKernel:
     def __init__(self, source, name, constants, index):
         self.function = getattr(_library(source, tuple(constants.items())), f"launch_{name}")
 
-    def launch(self, blocks, threads, shared, arguments, stream):
-        self.function(arguments, blocks, threads, shared)
+    def launch(self, thread_blocks, threads, shared, arguments, stream):
+        self.function(arguments, thread_blocks, threads, shared)
 
 
 @lru_cache(maxsize=None)

@@ -162,7 +162,8 @@ def test_log_sum_and_layout_of_the_output():
     query, key, value, weight = problem(grad=False)
     mask = masks()["keys"]
     mask[1] = True
-    out, log_sum = torch.ops.ahop.attend(query, key, value, weight, mask, None, "dis,dot", False, 0.0, "auto")
+    arguments = query, key, value, weight, mask, None, "dis,dot", False, 0.0, "auto", None, 1.0
+    out, log_sum = torch.ops.ahop.attend_forward(*arguments)
     scores = ah.adaptive_similarity(query, key, weight, BASES).masked_fill(mask, -torch.inf)
     torch.testing.assert_close(log_sum[0], scores[0].logsumexp(-1))
     assert (log_sum[1] == torch.inf).all()
@@ -252,7 +253,7 @@ def test_opcheck(name, dropout, need):
     beta = torch.rand(inputs[3].shape[:2], dtype=inputs[3].dtype, requires_grad=True) if need[4] else None
     torch.library.opcheck(torch.ops.ahop.attend, (*inputs, mask, seed, *options, beta, 1.5))
     inputs, beta = [x.detach() for x in inputs], None if beta is None else beta.detach()
-    out, log_sum = torch.ops.ahop.attend(*inputs, mask, seed, *options, beta, 1.5)
+    out, log_sum = torch.ops.ahop.attend_forward(*inputs, mask, seed, *options, beta, 1.5)
     arguments = (torch.randn_like(out), *inputs, mask, seed, out, log_sum, *options, beta, 1.5, need)
     torch.library.opcheck(torch.ops.ahop.attend_backward, arguments)
 
@@ -261,13 +262,13 @@ def test_beta_and_scaling_multiply_the_weights():
     *inputs, weight = problem()
     beta = torch.rand(weight.shape[:2], dtype=weight.dtype, requires_grad=True)
     options = (None, None, "dis,dot", False, 0.0, "auto")
-    ours, _ = torch.ops.ahop.attend(*inputs, weight, *options, beta, 1.5)
-    theirs, _ = torch.ops.ahop.attend(*inputs, beta[..., None] * weight * 1.5, *options)
+    ours = torch.ops.ahop.attend(*inputs, weight, *options, beta, 1.5)
+    theirs = torch.ops.ahop.attend(*inputs, beta[..., None] * weight * 1.5, *options, None, 1.0)
     torch.testing.assert_close(ours, theirs)
     leaves, grad = [*inputs, weight, beta], torch.randn_like(ours)
     right = torch.autograd.grad(theirs, leaves, grad)
     torch.testing.assert_close(torch.autograd.grad(ours, leaves, grad), right)
-    ours, _ = torch.ops.ahop.attend(*inputs, weight.detach(), *options, beta, 1.5)
+    ours = torch.ops.ahop.attend(*inputs, weight.detach(), *options, beta, 1.5)
     torch.testing.assert_close(torch.autograd.grad(ours, beta, grad)[0], right[4])
 
 
@@ -300,20 +301,19 @@ BAD_CALLS = {  # changed arguments and the error message
 def test_bad_calls(name):
     changed, message = BAD_CALLS[name]
     arguments = {"query": q, "key": k, "value": v, "weight": w, "mask": None, "seed": None, "bases": "dis,dot"}
-    arguments |= {"causal": False, "dropout": 0.0, "backend": "auto"} | changed
+    arguments |= {"causal": False, "dropout": 0.0, "backend": "auto", "beta": None, "scaling": 1.0} | changed
     refuses(message, torch.ops.ahop.attend, **arguments)
 
 
 def test_bad_backward_calls():
-    out, log_sum = torch.ops.ahop.attend(q, k, v, w, None, None, "dis,dot", False, 0.0, "auto")
-    tensors = (q, k, v, w, None, None)
+    tensors, options = (q, k, v, w, None, None), ("dis,dot", False, 0.0, "auto", None, 1.0)
+    out, log_sum = torch.ops.ahop.attend_forward(*tensors, *options)
     for grad, saved, need, message in (
         (out[:1], (out, log_sum), [True] * 5, "grad must be"),
         (out, (out[..., :2], log_sum), [True] * 5, "out must be"),
         (out, (out, log_sum.double()), [True] * 5, "log_sum must be .* of torch.float32"),
         (out, (out, log_sum), [True] * 4, "need must have 5 entries"),
     ):
-        options = ("dis,dot", False, 0.0, "auto", None, 1.0)
         refuses(message, torch.ops.ahop.attend_backward, grad, *tensors, *saved, *options, need)
 
 

@@ -16,6 +16,7 @@ from ahop_layers.ops.attend import attend, prefers_attend
 from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.reference import BASES, Base
 from ahop_layers.separation import Separation
+from ahop_layers.similarity.fixed import dot_product
 from tests.frameworks import framework
 from tests.new_tensors import peak_memory
 
@@ -130,8 +131,7 @@ OTHERS = {  # keywords of associate that separate operations compute
     "update steps": {"steps": 1},
     "steps of heads": {"steps": [0, 1, 0, 0]},
     "until convergence": {"steps": None, "eps": 1e-2},
-    "dot product": {"score": association.dot_product},
-    "resolutions": {"score": ah.AdaptiveSimilarity(D, H, blocks=[2, 4]).double()},
+    "dot product": {"score": dot_product},
     "subclass": {"score": Doubled(D, H).double()},
     "subclass with another score": {"score": Rescored(D, H).double()},
     "integer mask": {"mask": Mask(added=torch.ones(1, H, L, S, dtype=torch.int64))},
@@ -209,8 +209,10 @@ def test_causal_masks():
     assert torch.equal(Mask(causal=True).apply(scores), expected)
     for joined in (Mask(causal=True).join(Mask(blocked)), Mask(blocked).join(Mask(causal=True))):
         assert torch.equal(joined.apply(scores), expected.masked_fill(blocked, -torch.inf))
+    query, key = torch.randn(L, 1), torch.randn(S - 2, 1)
+    grown = Mask(causal=True).grow(query, key).grow(query, torch.cat((key, key[:1])))
     expected = scores.masked_fill(triangle & (torch.arange(S) < S - 2), -torch.inf)
-    assert torch.equal(Mask(causal=True).grow().grow().apply(scores), expected)
+    assert torch.equal(grown.apply(scores), expected)
 
 
 def attention(**keywords):
@@ -273,16 +275,6 @@ def test_hopfield_layers(name, calls):
     core.register_forward_hook(lambda module, args, result: seen.append(result.weights))
     torch.testing.assert_close(layer(x), output)  # a hook makes it compute the weights
     torch.testing.assert_close(seen[0], weights)
-
-
-def test_an_override_of_the_score_is_called(calls):
-    layer = ah.AdaptiveHopfield(input_size=D, num_heads=2, batch_first=True)
-    seen, core = [], layer.association_core
-    score = core.score
-    core.score = lambda *args: seen.append(args) or score(*args)
-    layer(torch.randn(N, L, D))
-    assert seen
-    assert not calls
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

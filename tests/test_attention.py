@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ahop_layers as ah
-from ahop_layers.similarity.adaptive import SimilarityOptions
+from ahop_layers.similarity.options import SimilarityOptions
 from tests.samples import Scaled, refuses
 
 N, L, S, E, H = 3, 5, 7, 12, 3

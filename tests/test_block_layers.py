@@ -11,13 +11,7 @@ from torch import nn
 import ahop_layers as ah
 
 NUMBERS = torch.tensor([0, 1, 1, 2, 0, 0, 2, 2])
-BLOCKS = {
-    "1": 1,
-    "4": 4,
-    "unequal": NUMBERS,
-    "several": [None, 2],
-    "several normalized": [4, ah.Blocks(NUMBERS, normalize=True)],
-}
+BLOCKS = {"1": 1, "4": 4, "unequal": NUMBERS}
 
 
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
@@ -38,7 +32,7 @@ def test_an_adapted_model_computes_the_same(blocks):
 
 @pytest.mark.parametrize("name", ["Hopfield", "HopfieldLayer", "HopfieldPooling"])
 def test_hopfield_layers_start_as_the_original(name):
-    options, blocks = {} if name == "Hopfield" else {"quantity": 3}, [NUMBERS, 2]
+    options, blocks = {} if name == "Hopfield" else {"quantity": 3}, NUMBERS
     plain = getattr(ah.hopfield, name)(16, num_heads=2, **options)
     built = getattr(ah, f"Adaptive{name}")(16, num_heads=2, **options, blocks=blocks)
     built.load_state_dict(plain.state_dict())
@@ -54,17 +48,16 @@ def test_scores_of_normalized_blocks_do_not_depend_on_how_patterns_are_sliced(mo
     patterns, query = torch.randn(40, 8) * torch.linspace(0.1, 10, 40)[:, None], torch.randn(5, 8)
     memory = ah.AssociativeMemory.preset("A-Hop", patterns, blocks=ah.Blocks(2, normalize=True))
     expected = memory.scores(query)
-    assert memory.similarity.norm_0 > 0
+    assert memory.similarity.norm > 0
     monkeypatch.setattr("ahop_layers.memory.search.BLOCK_ELEMENTS", 24)
     torch.testing.assert_close(memory.scores(query), expected)  # a sum of a row may depend on the number of rows
     monkeypatch.setattr("ahop_layers.similarity.blocks.SLICE_ELEMENTS", 24)
     again = ah.AssociativeMemory.preset("A-Hop", patterns, blocks=ah.Blocks(2, normalize=True))
-    torch.testing.assert_close(again.similarity.norm_0, memory.similarity.norm_0)
+    torch.testing.assert_close(again.similarity.norm, memory.similarity.norm)
 
 
 INTERLEAVED = torch.tensor([0, 1, 2, 3] * 2)
-SEVERAL = [2, ah.Blocks(NUMBERS, normalize=True), INTERLEAVED]
-ARRANGED = {"permuted": INTERLEAVED, "unequal": NUMBERS, "several": SEVERAL}
+ARRANGED = {"permuted": INTERLEAVED, "unequal": NUMBERS, "normalized": ah.Blocks(NUMBERS, normalize=True)}
 
 
 def trained_memory(blocks, table=False, **keywords):
@@ -83,7 +76,7 @@ def check_scores(memory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "table"), [("permuted", True), ("unequal", False), ("several", True)])
+@pytest.mark.parametrize(("name", "table"), [("permuted", True), ("unequal", False), ("normalized", True)])
 def test_a_memory_scores_its_present_patterns(name, table, monkeypatch):
     monkeypatch.setattr("ahop_layers.memory.search.BLOCK_ELEMENTS", 24)
     memory = trained_memory(ARRANGED[name], table)
@@ -119,36 +112,35 @@ def test_users_see_patterns_in_their_own_order(blocks):
     assert torch.equal(memory.recall(query), scores.argmax(-1))
 
 
-def test_the_arranged_copy_is_kept_with_the_patterns():
-    memory = trained_memory([2, INTERLEAVED])
+def test_the_prepared_copy_is_kept_with_the_patterns():
+    memory = trained_memory(INTERLEAVED)
 
     def copies():
-        return memory._scorer()._arranged()
+        return memory._scorer()._prepared()
 
-    none, first = copies()
-    assert none is None  # consecutive blocks need no copy
+    (first,) = copies()
     assert torch.equal(first, memory.patterns[:, [0, 4, 1, 5, 2, 6, 3, 7]])
-    assert copies()[1] is first
+    assert copies()[0] is first
     kept = weakref.ref(first)
     del first
     assert kept() is not None
     memory.patterns[0] = 1.0
-    assert torch.equal(copies()[1][0], torch.ones(8))
+    assert torch.equal(copies()[0][0], torch.ones(8))
     assert kept() is None
-    kept = weakref.ref(copies()[1])
+    kept = weakref.ref(copies()[0])
     memory.double()  # replaces the patterns
     assert kept() is None
-    memory.similarity.load_state_dict(memory.similarity.state_dict() | {"blocks_1": torch.arange(8) // 2})
-    assert copies() is None
+    memory.similarity.load_state_dict(memory.similarity.state_dict() | {"block_numbers": torch.arange(8) // 2})
+    assert copies() is None  # consecutive blocks need no copy
 
 
 def test_large_memories_and_learned_patterns_have_no_copy(monkeypatch):
     memory = trained_memory(INTERLEAVED)
     monkeypatch.setattr("ahop_layers.memory.search.KEPT_ELEMENTS", 30 * 8 - 1)
-    assert memory._scorer()._arranged() is None
+    assert memory._scorer()._prepared() is None
     check_scores(memory)
     monkeypatch.setattr("ahop_layers.memory.search.KEPT_ELEMENTS", 30 * 8)
-    assert memory._scorer()._arranged() is not None
+    assert memory._scorer()._prepared() is not None
     memory.patterns.requires_grad_()
     memory.scores(torch.randn(2, 8)).sum().backward()
     assert memory.patterns.grad.any()

@@ -18,7 +18,7 @@ from ahop_layers.attention import Adaptive
 from ahop_layers.convert import class_swap
 from ahop_layers.convert.registry import CONVERTERS, full_name
 from tests.models.check import Case, check
-from tests.samples import Scaled, perturb, refuses
+from tests.samples import Scaled, refuses
 
 pytestmark = pytest.mark.slow
 
@@ -93,8 +93,7 @@ def encoder():
 # name: (model, input, number of attention modules)
 MODELS = {
     "timm": (timm_vit, images, 2),
-    "timm-qk-norm": (lambda: timm_vit(qk_norm=True), images, 2),
-    "timm-scale-norm": (lambda: timm_vit(scale_attn_norm=True, qkv_bias=False), images, 2),
+    "timm-norms": (lambda: timm_vit(qk_norm=True, scale_attn_norm=True, qkv_bias=False), images, 2),
     "torchvision": (torchvision_vit, images, 2),
     "transformers-vit": (transformers_vision("ViTModel", "ViTConfig"), images, 2),
     "transformers-deit": (transformers_vision("DeiTModel", "DeiTConfig"), images, 2),
@@ -134,7 +133,10 @@ def test_outputs_copies_and_state_dicts_are_kept_and_revert_restores(name):
     assert float(result["change"]) <= 1e-5
 
 
-@pytest.mark.parametrize("name", MODELS)
+ONE_OF_EACH_CONVERTER = ("timm", "torchvision", "transformers-vit", "transformers-clip", "transformer", "hopfield")
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_CONVERTER)
 def test_gradients_are_kept_and_a_dry_run_or_revert_leaves_no_trace(name):
     make, make_input, count = MODELS[name]
     model, given = make(), make_input()
@@ -167,21 +169,6 @@ def test_gradients_are_kept_and_a_dry_run_or_revert_leaves_no_trace(name):
     assert dict(model.named_modules()) == modules
     assert layout(model) == before
     assert all(p is parameters[name] for name, p in model.named_parameters())
-
-
-@pytest.mark.full
-def test_compile_and_export():
-    model, (x,) = timm_vit().eval(), images()
-    ah.adapt_(model)
-    perturb(model, 0.01)
-    with torch.no_grad():
-        expected = model(x)
-        exported = torch.export.export(model, (x,)).module()
-        torch.testing.assert_close(exported(x), expected, rtol=1e-4, atol=1e-5)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
-    torch.testing.assert_close(compiled, expected, rtol=1e-4, atol=1e-5)
-    compiled.sum().backward()
-    assert all(parameter.grad.abs().sum() > 0 for parameter in ah.similarity_parameters(model))
 
 
 def test_masks_of_timm():
@@ -217,7 +204,7 @@ def test_transformers_still_records_attentions():
         torch.testing.assert_close(model(x, output_attentions=True).attentions, expected, rtol=1e-5, atol=1e-6)
 
 
-class FormerSelfAttention(nn.Module):
+class OldSelfAttention(nn.Module):
     """The attributes and signature of ViTSelfAttention before transformers 5."""
 
     def __init__(self, **dropout):
@@ -236,11 +223,11 @@ class FormerSelfAttention(nn.Module):
 
 @pytest.mark.parametrize("dropout", [{"dropout": nn.Dropout(0.0)}, {"dropout_prob": 0.0}], ids=["module", "number"])
 def test_class_names_before_transformers_5(dropout, monkeypatch):
-    former = CONVERTERS["transformers.models.dinov2.modeling_dinov2.Dinov2SelfAttention"]
-    monkeypatch.setitem(CONVERTERS, f"{__name__}.FormerSelfAttention", former)
-    layer, x = FormerSelfAttention(**dropout), torch.randn(2, 5, 12)
+    converter = CONVERTERS["transformers.models.dinov2.modeling_dinov2.Dinov2SelfAttention"]
+    monkeypatch.setitem(CONVERTERS, f"{__name__}.OldSelfAttention", converter)
+    layer, x = OldSelfAttention(**dropout), torch.randn(2, 5, 12)
     expected = layer(x)
-    assert ah.adapt_(layer).adapted == {"": "FormerSelfAttention"}
+    assert ah.adapt_(layer).adapted == {"": "OldSelfAttention"}
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
     refuses("head_mask must be None", layer, x, torch.ones(3))
 
@@ -276,6 +263,10 @@ def test_arguments_are_checked_for_every_layer_before_one_is_converted(monkeypat
         ({"init": "l1"}, r"first\.layers\.0\.self_attn: init='l1' needs 'l1' among the bases"),
         ({"separation": "hard"}, r"first\.layers\.0\.self_attn: .* got 'hard'"),
         ({"similarity": 5}, r"first\.layers\.0\.self_attn: similarity must be a module or a factory .* got 5"),
+        (
+            {"similarity": lambda dim, heads: dim},
+            r"first\..*: the similarity factory must return a module, got int",
+        ),
         ({"similarity": Scaled, "blocks": 2}, r"first\.layers\.0\.self_attn: similarity replaces .* and blocks"),
         ({"where": 5}, "where must be a function of name and module, or one or several name patterns, got 5"),
         ({"where": ["layers.0.*", 5]}, r"where must be .* got \['layers.0.\*', 5\]"),
@@ -288,13 +279,6 @@ def test_arguments_are_checked_for_every_layer_before_one_is_converted(monkeypat
     model.pop("second")
     with pytest.raises(ah.AHopError, match=r"bags\.pool: blocks must divide d = 6: expected one of 1, 2, 3, 6, got 4"):
         ah.adapt_(model, blocks=4, dry_run=True)
-
-
-def test_a_factory_that_fails_leaves_the_model_unchanged():
-    model = encoder()
-    before = layout(model)
-    refuses("the similarity factory must return a module, got int", ah.adapt_, model, similarity=lambda dim, heads: 5)
-    assert layout(model) == before
 
 
 def costs(model, **options):
@@ -310,7 +294,6 @@ def test_the_report_says_what_sorting_costs():
     assert str(full).splitlines()[-1] == f"sorting takes {cost}"
     assert str(ah.adapt_(timm_vit(), dry_run=True)).splitlines()[-1] == f"sorting would take {cost}"
     assert costs(timm_vit(), blocks=4, bases=("dot",), last=1) == (3 * 5, None)
-    assert costs(timm_vit(), blocks=[None, 2], last=1) == (3 * 2 * (63 + 1), 3 * 2 * (5 + 1))
     assert costs(nn.MultiheadAttention(18, 3)) == (3 * 2 * 12, None)  # 4 does not divide 6
     for options in ({"blocks": 1}, {"similarity": Scaled}):
         report = ah.adapt_(encoder(), **options)

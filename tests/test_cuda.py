@@ -14,8 +14,7 @@ import torch
 import ahop_layers as ah
 from ahop_layers.association import Mask
 from ahop_layers.errors import AHopError
-from ahop_layers.ops import sliced
-from ahop_layers.ops.attend import _Attend
+from ahop_layers.ops import backend, sliced
 from ahop_layers.ops.dropout import kept, scale
 from ahop_layers.ops.gpu import attend, division, missing, nvrtc, score
 from ahop_layers.ops.gpu import launch as gpu
@@ -129,20 +128,22 @@ def test_fused_attention_on_the_cpu(shape, options, emulated):
 
 @needs_compiler
 @pytest.mark.slow
-def test_autograd_of_fused_attention_on_the_cpu(emulated):
+def test_autograd_of_fused_attention_on_the_cpu(emulated, monkeypatch):
     """All inputs get their gradients, those of a recorded graph too, which is not differentiable again."""
     query, key, value, grad = (torch.randn(1, 2, size, 64, dtype=torch.bfloat16) for size in (20, 40, 40, 20))
     weight, beta = torch.randn(2, 2, 4) / 64, torch.randn(2, 2)
     inputs = [tensor.requires_grad_() for tensor in (query, key, value, weight, beta)]
     call = AttentionCall(*inputs[:4], bases=BOTH, beta=beta, scaling=1.5)
-    out = _Attend.apply(attend.plan(call), *call)
+    monkeypatch.setattr(backend, "choose_kernel", lambda *_: gpu)
+    options = None, None, ",".join(BOTH), False, 0.0, "auto", beta, 1.5
+    out = torch.ops.ahop.attend(*call[:4], *options)
     found = torch.autograd.grad(out, inputs, grad, retain_graph=True)
     recorded = torch.autograd.grad(out, inputs, grad, create_graph=True)
     exact = by_pytorch(call, grad, torch.float64)
     for name, right, *ours in zip(NAMES, exact, (out, *found), (out, *recorded), strict=True):
         assert all((each.double() - right).norm() < 0.02 * right.norm() for each in ours), name
     refuses("attention .* differentiable once", recorded[4].sum().backward)
-    out = _Attend.apply(attend.plan(call), *call._replace(weight=weight.detach(), query=query.detach()))
+    out = torch.ops.ahop.attend(query.detach(), key, value, weight.detach(), *options)
     torch.testing.assert_close(torch.autograd.grad(out, [key, beta], grad), (found[1], found[4]))
 
 
@@ -286,14 +287,14 @@ def test_sorting_networks_and_weights_by_rank():
 def constants(n, size, width, bases=3, mask=0, causal=0, dropout=0, bf16=1):
     return {
         "blocks": n, "size": size, "width": width, "dot": bases & 1, "dis": bases >> 1, "dis_at": 0, "bf16": bf16,
-        "mask": mask, "causal": causal, "dropout": dropout, "threads": 128, "blocks_per_sm": 1, "tiles": 2, "areas": 3,
-        "scores": 0,
+        "mask": mask, "causal": causal, "dropout": dropout, "threads": 128, "thread_blocks_per_sm": 1, "tiles": 2,
+        "areas": 3, "scores": 0,
     }  # fmt: skip
 
 
 def lane_constants(d, n, bases, dtype, **further):
     layout = choose_layout(n, d // n, alone=32, shared=32)
-    problem = score.Problem(None, dtype, (1, 1, 1, d), (1, 1, 1, d), n, bases, torch.float32)
+    problem = score.ScoreProblem(None, dtype, (1, 1, 1, d), (1, 1, 1, d), n, bases, torch.float32)
     return score._constants(problem, layout, dtype, True) | further
 
 

@@ -1,223 +1,111 @@
-"""The command line that all examples share, and the examples of memories."""
+"""Every example runs as a copy in an empty folder, prints its table and draws what it says; serve is in test_serve."""
 
-import errno
+import ast
 import re
 import runpy
 import shlex
+import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import accelerators
-from sklearn.model_selection import StratifiedKFold
+from matplotlib.image import imread
 
-from examples import demo, mil, multimodal, retrieval, search, tabular, tokens, vit
-from examples.common import command, outputs, training
-
-ROOT = Path(__file__).parents[1]
-EXAMPLES = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (demo, mil, multimodal, retrieval, search, tabular, tokens, vit)
-}
-SMALL = ["--patterns", "20", "--epochs", "1"]
+from examples import demo, hopfield, mil, search, vit
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[1]
+EXAMPLES = {path.stem: path for path in (ROOT / "examples").glob("*.py") if path.stem != "__init__"}
+MODULES = {module.__name__.rpartition(".")[2]: module for module in (demo, hopfield, mil, search, vit)}
+RUNS = {  # example -> arguments of a short run, a line that it prints, and the pictures that it writes
+    "hopfield": ("--bags 64 --epochs 1", r"outputs differ after the switch +0\.0e\+00", ["hopfield"]),
+    "mil": ("--fast-dev-run", r"adaptive +[01]\.\d{4}", ["adaptive/roc", "adaptive/instances"]),
+    "search": ("--patterns 60 --seeds 1", r"70% +[01]\.\d{3} +[01]\.\d{3} +[01]\.\d{3}", ["search"]),
+    "vit": ("--fast-dev-run", r"adaptive +[01]\.\d{4}", ["dot/confusion", "adaptive/maps", "adaptive/weights"]),
+}
 
-def drawing_as_text(rows, *_):
-    """Stands for a figure, which takes seconds to draw."""
-    return SimpleNamespace(savefig=lambda path, dpi: path.write_text(str(rows)))
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_copy_runs_alone(name, tmp_path, monkeypatch, capsys, small_fit):
+    arguments, line, pictures = RUNS[name]
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(EXAMPLES[name], tmp_path)
+    for hidden in ("examples", "benchmarks", "tests"):  # importing them raises
+        monkeypatch.setitem(sys.modules, hidden, None)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments.split()])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))  # hopfield.py installs its layers as hflayers
+    runpy.run_path(f"{name}.py", run_name="__main__")
+    assert re.search(rf"^{line}", capsys.readouterr().out, flags=re.MULTILINE)
+    drawn = {str(path.relative_to(f"out/{name}").with_suffix("")) for path in Path("out").rglob("*.png")}
+    assert drawn >= set(pictures)
+    for picture in drawn:
+        assert imread(f"out/{name}/{picture}.png").std() > 0.01  # not blank
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.py", "out"}
 
 
 @pytest.mark.full
-def test_retrieval(tmp_path, monkeypatch, capsys):
-    tables = []
-    for folder in ("first", "second"):
-        found = retrieval.main(["--patterns", "60", "--epochs", "10", "--out", str(tmp_path / folder)])
-        tables.append(capsys.readouterr().out.replace(folder, ""))
-        monkeypatch.setattr(retrieval, "draw_rows", drawing_as_text)
-    assert tables[0] == tables[1]  # the seed determines the result
-    assert re.search(rf"^adaptive +{found['adaptive']:.3f}", tables[0], flags=re.MULTILINE)
-    assert found["adaptive"] > found["dot product"]
-    assert (tmp_path / "first" / "retrieval.png").stat().st_size > 10_000
+def test_demo(tmp_path, capsys, small_fit):
+    demo.main(["--quick", "--out", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert "largest change of a logit by conversion" in shown
+    assert shown.count(".png") >= 8
+    assert (tmp_path / "bags-memory-0" / "adaptive" / "roc.png").exists()
 
 
-def test_search(tmp_path, capsys, monkeypatch, small_fit):
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_needs_the_public_package_and_itself(name):
+    text = EXAMPLES[name].read_text()
+    assert "\nTo run: " in ast.get_docstring(ast.parse(text))
+    assert len(text.splitlines()) <= (300 if name in ("mil", "vit") else 150)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            modules = [node.module] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
+            assert not {module.partition(".")[0] for module in modules} & {"benchmarks", "tests"}
+            assert name == "demo" or not any(module.startswith("examples") for module in modules)
+            assert not [each.name for each in node.names if each.name.startswith("_")]
+
+
+def test_commands_of_the_index_and_the_gallery_are_valid():
+    for page in (ROOT / "examples" / "README.md", ROOT / "docs" / "gallery.md"):
+        found = re.findall(r"(?:`|^)python -m examples\.([^`\n]+)", page.read_text(), flags=re.MULTILINE)
+        assert {shlex.split(line)[0] for line in found} >= {"search", "vit", "mil"}
+        for name, *arguments in (shlex.split(line) for line in found if not line.startswith("serve ")):
+            with pytest.raises(SystemExit) as end:
+                MODULES[name].main([*arguments, "--help"])
+            assert end.value.code == 0
+
+
+def test_search_finds_more_and_draws_its_answers(tmp_path, monkeypatch, small_fit):
     monkeypatch.setattr(search, "LEVELS", (0.5, 0.7))
     found = search.main(["--patterns", "100", "--seeds", "2", "--out", str(tmp_path)])
-    shown = capsys.readouterr().out
-    for level in search.LEVELS:
-        assert re.search(rf"^{level:.0%} +[01]\.\d+ ± 0\.\d+", shown, flags=re.MULTILINE)
-        assert [len(values[level]) for values in found.values()] == [2, 2, 2]
+    assert all(len(values[level]) == 2 for values in found.values() for level in search.LEVELS)
     assert min(found["adaptive"][0.7]) > 0.95 > 0.8 > max(found["L1"][0.7])
-    assert (tmp_path / "search.png").stat().st_size > 10_000
+    digits, right = torch.rand(14, 64), torch.arange(14) % 2 == 0
+    axes = search.draw([("query", digits, None), ("answer", digits, right)]).axes
+    assert [[text.get_text() for text in axis.texts] for axis in axes[13:16]] == [[], ["\u2713"], ["\u2717"]]
+    for axis, digit in zip(axes[14:], digits, strict=True):
+        assert torch.equal(torch.from_numpy(axis.images[0].get_array().data).flatten(), digit)
 
 
-def test_tokens(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tokens, "LEVELS", (0.0, 0.4))
-    found = tokens.main(["--epochs", "1", "--seeds", "1", "--out", str(tmp_path)])
-    shown = capsys.readouterr().out
-    assert re.search(rf"^40% .* {found['learned ranks'][0.4][0]:.3f}$", shown, flags=re.MULTILINE)
-    assert found["learned ranks"][0.4][0] > found["not sorted"][0.4][0] > found["embedding"][0.4][0]
-    assert (tmp_path / "tokens.png").stat().st_size > 10_000
-
-
-def test_answers_are_marked_as_right_or_wrong():
-    rows = {name: torch.zeros(2, 1) for name in ("query", "answer")}
-    drawn = outputs.draw_rows(rows, lambda axis, _: axis.plot([0]), 1, 1, {"answer": torch.tensor([True, False])})
-    signs = [[text.get_text() for text in axis.texts] for axis in drawn.axes]
-    assert signs == [[], [], ["\u2713"], ["\u2717"]]
-
-
-@pytest.mark.full
-def test_tabular(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tabular, "StratifiedKFold", lambda _, **keywords: StratifiedKFold(2, **keywords))
-    accuracy = tabular.main(["--out", str(tmp_path)])
-    shown = capsys.readouterr().out
-    assert {"adaptive memory", "gradient boosting"} <= set(accuracy)
-    assert all(f"{name:<22}{value:>10.3f}" in shown for name, value in accuracy.items())
-    assert min(accuracy.values()) > 0.8
-    assert (tmp_path / "cases.png").stat().st_size > 10_000
-
-
-def test_the_table_is_shown_even_if_the_picture_cannot_be_written(tmp_path, monkeypatch, capsys):
-    def fail(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(multimodal, "draw_rows", fail)
-    with pytest.raises(SystemExit) as stopped:
-        multimodal.main(["--concepts", "10", "--epochs", "1", "--queries", "20", "--out", str(tmp_path)])
-    shown = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert re.search(r"^A-Hop +A-Hop +\d\.\d+", shown.out, flags=re.MULTILINE)
-    assert shown.err.endswith("error: [Errno 28] No space left on device\n")
-
-
-def test_multimodal(tmp_path, capsys):
-    size = ["--concepts", "40", "--epochs", "15", "--queries", "100"]
-    accuracy = multimodal.main([*size, "--out", str(tmp_path)])
-    assert list(accuracy) == multimodal.PAIRS
-    assert accuracy["A-Hop", "A-Hop"][0] > accuracy["M-Hop", "M-Hop"][0] + 0.2
-    shown = capsys.readouterr().out.splitlines()
-    for (one, two), (value,) in accuracy.items():
-        assert f"{one:<10}{two:<10}{value:>10.3f}" in shown
-    assert (tmp_path / "multimodal.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("vit", ["--epochs", "0"], "argument --epochs: expected an integer >= 1, got '0'"),
-        ("mil", ["--lr", "nan"], "argument --lr: expected a number >= 0, got 'nan'"),
-        ("mil", ["--dropout", "1.5"], "argument --dropout: expected a number from 0 to 1, got '1.5'"),
-        ("demo", ["--seed", "-1"], "argument --seed: expected an integer from 0 to 4294967295, got '-1'"),
-        ("search", ["--patterns", "many"], "argument --patterns: expected an integer from 20 to 1797, got 'many'"),
-        ("multimodal", ["--concepts", "9", "570"], "argument --concepts: expected an integer from 1 to 569, got '570'"),
-        ("retrieval", ["--epoch", "1"], "unrecognized arguments: --epoch 1"),  # no abbreviations
-        ("retrieval", ["@missing"], "[Errno 2] No such file or directory: 'missing'"),
-    ],
-)  # fmt: skip
-def test_an_invalid_argument_is_named(name, arguments, message, tmp_path, refused):
-    last = refused(EXAMPLES[name].main, *arguments, "--out", tmp_path / "out")
-    assert last in (f"{name}: error: {message}", f"{name}: error: can't open 'missing': {message}")
-    assert not (tmp_path / "out").exists()
+def test_a_switched_model_computes_the_same_and_learns(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    found = hopfield.main(["--bags", "128", "--epochs", "2", "--out", str(tmp_path)])
+    assert all(value <= 1e-5 for name, value in found.items() if "differ" in name)
+    saved = torch.load(tmp_path / "hopfield.pt", weights_only=True)
+    changed = [name for name, value in saved.items() if name.endswith("similarity.w") and value[..., 1:, -1].std() > 0]
+    assert changed  # of the learned similarity
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), [
-    ("mil", ["--accelerator", "gpu"], "No supported gpu backend found!"),
-    ("vit", ["--precision", "3"], "Precision '3' is invalid"),
-    ("vit", ["--logger", "tensorboard"], "neither tensorboard nor tensorboardX"),
+    ("mil", "--data csv --data-dir nowhere.csv", r"No such file or directory: 'nowhere\.csv'"),
+    ("vit", "--data-dir nowhere", r"expected images \(\.png .* in nowhere/train/<class>, got none"),
+    ("vit", "--patch 3", "patch must divide the side of an image, got patch 3 and side 8"),
+    ("vit", "--convert nowhere.ckpt", r"expected a checkpoint of this model, got nowhere\.ckpt \("),
+    ("search", "--patterns many", "argument --patterns: invalid int value: 'many'"),
 ])  # fmt: skip
-def test_what_this_machine_does_not_have_is_named(name, arguments, message, tmp_path, monkeypatch, refused):
-    def missing(*_, **__):
-        raise ModuleNotFoundError("neither tensorboard nor tensorboardX")
-
-    monkeypatch.setattr(training, "TensorBoardLogger", missing)
-    for kind in (accelerators.CUDAAccelerator, accelerators.MPSAccelerator):
-        monkeypatch.setattr(kind, "is_available", staticmethod(lambda: False))
-    last = refused(EXAMPLES[name].main, *arguments, "--out", tmp_path / "out")
-    assert last.startswith(f"{name}: error: expected options that this machine supports, got: ")
-    assert message in last
-    assert not (tmp_path / "out").exists()
-
-
-def test_commands_of_the_index_and_the_gallery_are_valid(tmp_path, monkeypatch):
+def test_a_mistake_ends_in_one_line(name, arguments, message, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
-    Path("run.txt").write_text("--model=tiny\n")
-    for page in (ROOT / "examples" / "README.md", ROOT / "docs" / "gallery.md"):
-        found = re.findall(r"(?:`|^)python -m examples\.([^`\n]+)", page.read_text(), flags=re.MULTILINE)
-        assert {shlex.split(line)[0] for line in found} >= set(EXAMPLES) - {"demo"}
-        for name, *arguments in (shlex.split(line) for line in found if not line.startswith("serve ")):
-            EXAMPLES[name].make_parser().parse_args(arguments)
-
-
-SCRIPTS = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"__init__", "serve"}
-
-
-@pytest.mark.parametrize("name", sorted(SCRIPTS))
-def test_every_script_runs_and_has_the_common_options(name, monkeypatch, refused):
-    assert {"--seed", "--out", "--overwrite"} <= set(EXAMPLES[name].make_parser()._option_string_actions)
-    monkeypatch.setattr(sys, "argv", [name, "--seed", "x"])
-    last = refused(lambda _: runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__"))
-    assert last.startswith(f"{name}: error: argument --seed: ")
-
-
-def test_a_folder_that_cannot_be_written_to_is_named_at_once(tmp_path, refused):
-    (tmp_path / "file").touch()
-    last = refused(retrieval.main, "--out", tmp_path / "file" / "out")
-    assert last == f"retrieval: error: [Errno 20] Not a directory: '{tmp_path / 'file' / 'out'}'"
-
-
-def test_a_second_run_needs_overwrite(tmp_path, monkeypatch, refused):
-    monkeypatch.setattr(retrieval, "draw_rows", drawing_as_text)
-    run = [*SMALL, "--out", str(tmp_path)]
-    retrieval.main(run)
-    picture, record = tmp_path / "retrieval.png", tmp_path / command.RECORD
-    before = picture.read_bytes()
-    last = refused(retrieval.main, *run, "--seed", "1")
-    found = "options.txt, retrieval.png (use --overwrite to replace it)"
-    reason = f"expected a folder without an earlier run, got {tmp_path} with {found}"
-    assert last == f"retrieval: error: argument --out: {reason}"
-    assert picture.read_bytes() == before
-    (tmp_path / "notes.txt").touch()
-    retrieval.main([*run, "--seed", "1", "--overwrite"])
-    assert picture.read_bytes() != before
-    assert "--seed\n1\n" in record.read_text()
-    assert (tmp_path / "notes.txt").exists()  # files of others are kept
-
-
-def test_a_run_that_starts_at_the_same_time_is_refused(tmp_path, capsys):
-    parser = retrieval.make_parser()
-    first, second = (parser.parse_args(["--out", str(tmp_path)]) for _ in range(2))
-    parser.start(first)
-    with pytest.raises(SystemExit), parser.one_line_errors():
-        parser.start(second)
-    assert capsys.readouterr().err.endswith(f"File exists: '{tmp_path / command.RECORD}'\n")
-
-
-def test_other_processes_of_a_distributed_run_share_its_folder(tmp_path, monkeypatch):
-    parser = vit.make_parser()
-    parser.start(parser.parse_args(["--out", str(tmp_path)]))
-    before = (tmp_path / command.RECORD).stat().st_mtime_ns
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    for more in ([], ["--overwrite"]):
-        parser.start(parser.parse_args(["--out", str(tmp_path), *more]))
-    assert (tmp_path / command.RECORD).stat().st_mtime_ns == before
-
-
-def test_the_recorded_arguments_repeat_a_run(tmp_path):
-    parser = vit.make_parser()
-    arguments = ["--augment", "--lr", "1e-4", "--model", "tiny", "--devices", "0,1", "--patch", "2"]
-    options = parser.parse_args([*arguments, "--out", str(tmp_path / "first")])
-    parser.start(options)
-    record = tmp_path / "first" / command.RECORD
-    again = parser.parse_args([f"@{record}", "--seed", "1", "--out", str(tmp_path / "second")])
-    assert vars(again) == {**vars(options), "seed": 1, "out": tmp_path / "second"}
-
-
-def test_tensorboard_is_used_where_it_is_installed(tmp_path):
-    pytest.importorskip("torch.utils.tensorboard", reason="tensorboard is not installed")
-    options = vit.make_parser().parse_args(["--logger", "tensorboard", "--accelerator", "cpu", "--out", str(tmp_path)])
-    assert type(training.make_trainer(options, "val_loss", "min").logger).__name__ == "TensorBoardLogger"
+    assert re.search(f"error: .*{message}", refused(MODULES[name].main, *arguments.split()))
+    assert not list(tmp_path.iterdir())

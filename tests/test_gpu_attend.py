@@ -107,7 +107,7 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(shape, blocks, options):
     )
     given = tensors(*shape, blocks, dtype, len(bases), options.get("key_heads"))
     mask = make_mask(options.get("mask"), *shape[:4])
-    assert isinstance(choose_attention("cuda", AttentionCall(*given[:4], mask, bases=bases)), fused.Plan)
+    assert isinstance(choose_attention("cuda", AttentionCall(*given[:4], mask, bases=bases)), fused.AttentionPlan)
     ours, again = (results(*given, bases, mask, causal, dtype, fused.plan) for _ in range(2))
     theirs, exact = (results(*given, bases, mask, causal, kind) for kind in (dtype, torch.float64))
     for name, a, b in zip(NAMES, ours, again, strict=True):
@@ -142,7 +142,7 @@ def test_slices_of_full_footprints(dtype):
 def test_opcheck(d, width, blocks, dropout):
     given = tensors(2, 4, 20, 30, d, width, blocks, torch.bfloat16, key_heads=2)
     seed = torch.tensor([3], device="cuda") if dropout else None
-    args = (*(x.requires_grad_() for x in given[:4]), None, seed, ",".join(BOTH), False, dropout, "auto")
+    args = (*(x.requires_grad_() for x in given[:4]), None, seed, ",".join(BOTH), False, dropout, "auto", None, 1.0)
     torch.library.opcheck(torch.ops.ahop.attend.default, args)
 
 

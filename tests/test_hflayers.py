@@ -287,7 +287,7 @@ def test_state_dict_for_hflayers_needs_the_dot_product():
 
 @pytest.mark.parametrize(("arguments", "expected"), [
     ({}, True),
-    ({"blocks": [None, 2]}, True),
+    ({"blocks": 2}, True),
     ({"bases": ("dot",), "debias": True}, True),
     ({"blocks": ah.Blocks(4, normalize=True)}, False),
     ({"init": "uniform"}, False),
@@ -368,7 +368,7 @@ def test_no_warning_for_an_optimized_frozen_or_rarely_updated_layer(static_layer
 def norm_gradients(layer, patterns):
     norms = [layer.norm_state_pattern, layer.norm_stored_pattern, layer.norm_pattern_projection]
     output = layer(patterns).square().sum()
-    return torch.autograd.grad(output, [norm.weight for norm in norms], allow_unused=True)
+    return torch.autograd.grad(output, [norm.weight for norm in norms])
 
 
 def test_each_norm_receives_its_own_gradient(original):
@@ -379,11 +379,7 @@ def test_each_norm_receives_its_own_gradient(original):
         torch.nn.init.normal_(parameter, std=0.5)
     theirs.load_state_dict(ours.state_dict())
     x, state = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
-    for patterns, kept in ((x, [0, 1, 2]), ((x, state, x), [1, 2])):
-        own, merged = norm_gradients(ours, patterns), norm_gradients(theirs, patterns)
+    for patterns in (x, (x, state, x)):
         with patch("torch.equal", lambda *_: False):
-            separate = norm_gradients(theirs, patterns)
-        for ours_alone, theirs_alone in zip(own, separate, strict=True):
-            torch.testing.assert_close(ours_alone, theirs_alone, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(merged[kept[0]], sum(own[part] for part in kept), atol=1e-4, rtol=1e-4)
-        assert all(merged[part] is None for part in kept[1:])
+            expected = norm_gradients(theirs, patterns)
+        torch.testing.assert_close(norm_gradients(ours, patterns), expected, atol=1e-4, rtol=1e-4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.similarity.images import BEST
+from ahop_layers.memory.images import BEST
 
 SIDE = 12
 
@@ -28,7 +28,7 @@ def rows(images):
 
 def fixed(rows, **options):
     """A similarity with the norms and widths of images."""
-    return ah.ImageSimilarity(SIDE, SIDE, **options).fix_norms_(rows).fix_widths_(rows)
+    return ah.ImageSimilarity(SIDE, SIDE, **options).fix_scales_(rows)
 
 
 def patches(rows):
@@ -62,7 +62,7 @@ def test_brightness_and_contrast_do_not_matter_to_patches(rows):
 def test_any_size_and_number_of_channels_is_compared(shape):
     similarity = ah.ImageSimilarity(*shape)
     rows = torch.rand(5, similarity.dim)
-    similarity.fix_norms_(rows).fix_widths_(rows)
+    similarity.fix_scales_(rows)
     assert torch.equal(similarity(rows, rows).argmax(-1), torch.arange(5))
 
 
@@ -163,7 +163,7 @@ def test_the_views_of_stored_images_are_kept_until_they_change(monkeypatch):
     memory = ah.AssociativeMemory(images)
 
     def views():
-        return memory._scorer()._arranged()
+        return memory._scorer()._prepared()
 
     scores, kept = memory.scores(query), views()
     torch.testing.assert_close(kept, memory.similarity.views(images.flatten(1)), rtol=0, atol=0)

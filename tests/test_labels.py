@@ -7,19 +7,18 @@ import pytest
 import torch
 
 from ahop_layers.memory import AssociativeMemory
-from ahop_layers.memory import memory as memory_module
 from ahop_layers.memory import search as search_module
-from ahop_layers.memory.fit import label_loss
-from ahop_layers.variants import Noisy
+from ahop_layers.memory.variants import Noisy
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from tests.samples import refuses
 
 LABELS = torch.arange(61) ** 2 % 17 * 3 - 5  # nine classes, not consecutive, some negative
 
 
-@pytest.fixture(params=[7, 2**21], ids=lambda size: f"block{size}")
-def block(request, monkeypatch):
-    """Patterns per block, for patterns of eight dimensions."""
-    monkeypatch.setattr(search_module, "BLOCK_ELEMENTS", 8 * request.param)
+@pytest.fixture(params=[7, 2**21], ids=lambda size: f"chunk{size}")
+def chunk(request, monkeypatch):
+    """Patterns per chunk, for patterns of eight dimensions."""
+    monkeypatch.setattr(search_module, "CHUNK_ELEMENTS", 8 * request.param)
 
 
 def check_gradients(got, expected, inputs):
@@ -27,10 +26,9 @@ def check_gradients(got, expected, inputs):
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
-def test_class_scores_are_the_log_sum_exp_of_a_class(block, scale, monkeypatch):
-    monkeypatch.setattr(memory_module, "QUERY_ROWS", 9)
-    memory = AssociativeMemory.preset("A-Hop", scale * torch.randn(61, 8).double(), labels=LABELS, prior=True)
-    torch.nn.init.normal_(memory.prior, std=5.0)
+def test_class_scores_are_the_log_sum_exp_of_a_class(chunk, scale, monkeypatch):
+    monkeypatch.setattr(search_module, "QUERIES_AT_ONCE", 9)
+    memory = AssociativeMemory(scale * torch.randn(61, 8).double(), "adaptive", labels=LABELS)
     x, classes = (scale * torch.randn(23, 8).double()).requires_grad_(), LABELS.unique()
     full, scores = memory.scores(x), memory.class_scores(x)
     expected = torch.stack([full[:, label == LABELS].logsumexp(-1) for label in classes], -1)
@@ -62,10 +60,14 @@ def test_labels_are_copied_to_int64(kind, recwarn):
 
 def test_infinite_scores_and_scores_of_half_precision():
     for value in (-float("inf"), float("inf")):
-        memory = AssociativeMemory(torch.eye(4), "dot", labels=[0, 0, 1, 1], prior=True)
-        memory.prior.data[:2] = value
-        assert memory.class_scores(torch.zeros(4)).tolist() == pytest.approx([value, np.log(2)])
-        assert memory.classify(torch.zeros(4)) == (value < 0)
+        memory = AssociativeMemory(
+            torch.eye(4),
+            lambda query, key, value=value: value * key[:, :2].sum(1)[None],
+            labels=[0, 0, 1, 1],
+            check=False,
+        )
+        scores = memory.class_scores(torch.zeros(4)).tolist()
+        assert scores[0] == value
     memory = AssociativeMemory(torch.zeros(4097, 8).half(), "dot", labels=torch.arange(4097) % 2)
     scores = memory.class_scores(torch.zeros(8))
     assert torch.equal(scores, torch.tensor([2049.0, 2048.0]).log().half())  # summed in float32
@@ -88,7 +90,7 @@ def test_classes_follow_changes_of_the_labels():
     assert x.grad is not None
 
 
-def test_names_of_classes_stay_in_order_and_new_labels_change_the_confidence(tmp_path):
+def test_names_of_classes_stay_in_order_and_new_labels_need_a_fit(tmp_path, small_fit):
     memory = AssociativeMemory(torch.eye(3), labels=["cat", "dog", "dog"])
     memory.add(torch.ones(1, 3), labels=["ant"])
     assert memory.classes == ["ant", "cat", "dog"]
@@ -98,10 +100,10 @@ def test_names_of_classes_stay_in_order_and_new_labels_change_the_confidence(tmp
     loaded = AssociativeMemory.load(tmp_path / "memory.safetensors")
     assert torch.equal(loaded.class_scores(torch.eye(3)), memory.class_scores(torch.eye(3)))
     patterns, labels = torch.rand(60, 8, generator=torch.Generator().manual_seed(0)), [0, 1] * 30
-    memory, labeled = AssociativeMemory(patterns), AssociativeMemory(patterns, labels=labels)
-    memory.threshold()
+    memory = AssociativeMemory(patterns)
+    memory.fit()
     memory.labels = labels
-    assert torch.equal(memory.search(patterns).confidence, labeled.search(patterns).confidence)
+    assert memory.search(patterns).confidence is None
 
 
 def test_a_checkpoint_without_labels_loads_into_a_memory_without_labels():
@@ -114,63 +116,14 @@ def test_a_checkpoint_without_labels_loads_into_a_memory_without_labels():
     assert len(memory.patterns) == 2
 
 
-def clusters(count, seed):
-    """Classes that differ in the first four dimensions alone; the others are noise of a larger variance."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(0, 3, (count,), generator=generator)
-    x = 4 * torch.randn(count, 16, generator=generator)
-    x[:, :4] = labels[:, None] * 3.0 + 0.3 * torch.randn(count, 4, generator=generator)
-    return x, labels * 10 + 1
-
-
-class Weighted(torch.nn.Module):
-    """The negative squared distance with a weight for each dimension."""
-
-    def __init__(self):
-        super().__init__()
-        self.log_weight = torch.nn.Parameter(torch.full((16,), -3.0))
-
-    def forward(self, query, key):
-        scale = (self.log_weight / 2).exp()
-        return -torch.cdist(query * scale, key * scale).square()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pairs", "variant"])
-def test_fit_by_label_learns_what_classes_have_in_common(kind):
-    (patterns, labels), (queries, asked), (x, y) = clusters(60, 0), clusters(600, 1), clusters(500, 2)
-    memory = AssociativeMemory(patterns, Weighted(), labels=labels)
-    before = (memory.classify(x) == y).float().mean()
-    data = (asked, queries) if kind == "pairs" else Noisy(0.1)
-    losses = memory.fit(data, epochs=60, batch=100, by="label", progress=False)
-    assert losses[-5:].mean() < 0.5 * losses[:5].mean()
-    assert (memory.classify(x) == y).float().mean() > max(0.95, before + 0.05)
-    assert memory.similarity.log_weight[:4].min() > memory.similarity.log_weight[4:].max()
-
-
-def test_the_label_loss_leaves_a_pattern_out_of_its_own_memory(block):
-    labels = LABELS.clone()
-    labels[50] = 1000  # the only one of its class
-    memory = AssociativeMemory.preset("A-Hop", torch.randn(61, 8).double(), labels=labels, prior=True)
-    index, query = torch.tensor([0, 13, 50, 60, 13]), torch.randn(5, 8).double()
-    expected = []
-    for row, place in zip(memory.scores(query), index.tolist(), strict=True):
-        kept = (torch.arange(61) != place) | (place == 50)
-        expected.append(row[kept].logsumexp(-1) - row[kept & (labels == labels[place])].logsumexp(-1))
-    expected = torch.stack(expected).mean()
-    scorer = memory._scorer()
-    loss = label_loss(map(memory._logits, scorer.blocks(query)), index, scorer.stored.classes, scorer.stored.ranks)
-    torch.testing.assert_close(loss, expected)
-    check_gradients(loss, expected, list(memory.parameters()))
-
-
+@pytest.mark.usefixtures("small_fit")
 def test_the_bias_of_labeled_pairs_is_estimated_from_the_mean_of_a_class():
     patterns = torch.randn(40, 8).double()
     labels, bias = torch.arange(40) % 4, torch.linspace(-1, 1, 8).double()
-    memory = AssociativeMemory.preset("A-Hop", patterns, labels=labels, debias=True)
+    memory = AssociativeMemory(patterns, AdaptiveSimilarity(8, debias=True).double(), labels=labels)
     means = torch.stack([patterns[labels == label].mean(0) for label in range(4)])
     asked = torch.arange(400) % 4
-    memory.fit((asked, means[asked] + bias), epochs=1, batch=400, lr=1e-9, by="label", progress=False)
+    memory.fit((asked, means[asked] + bias), by="label")
     torch.testing.assert_close(memory.similarity.bias.detach(), bias, atol=1e-6, rtol=0)
 
 
@@ -185,21 +138,17 @@ SHAPE, KIND = r"labels must be \(N,\) = \(6,\)", r"labels must be integers or st
     (lambda m, p: m.add(p), "labels must be given: the memory has labels, got none"),
     (lambda m, p: m.add(p, labels=[1]), rf"{SHAPE}, one for each pattern, got \(1,\)"),
     (lambda m, p: AssociativeMemory(p, labels=3), rf"{SHAPE}, .* got \(\)"),
-    (lambda m, p: AssociativeMemory.preset("M-Hop", p, labels=[1, 2]), rf"{SHAPE}, .* got \(2,\)"),
+    (lambda m, p: AssociativeMemory(p, "dot", labels=[1, 2]), rf"{SHAPE}, .* got \(2,\)"),
     (lambda m, p: AssociativeMemory(p, labels=p[:, 0] > 0), f"{KIND}, .* got torch.bool"),
     (lambda m, p: AssociativeMemory(p, labels="abcdef"), "labels must be a sequence, got str"),
     (lambda m, p: AssociativeMemory(p, labels=[None] * 6), f"{KIND}, .* got others"),
     (lambda m, p: m.add(p, labels=["a"] * 6), "labels must be integers, as those stored, got strings"),
-    (lambda m, p: m.fit(([0, 3], p[:2]), by="label"), "labels of data must be labels of stored patterns, got 3"),
-    (lambda m, p: m.fit(([0, 1], p), by="label"), r"labels of data must be \(N,\) = \(6,\), one for each query"),
-    (lambda m, p: m.fit(([0.5], p[:1]), by="label"), "labels of data must be integers .* got torch.float32"),
-    (lambda m, p: m.fit((["a"], p[:1]), by="label"), "labels of data must be integers, as those stored"),
-    (lambda m, p: m.fit((torch.zeros(0).long(), p[:0]), by="label"), "data must be index .* n >= 1"),
-    (lambda m, p: m.fit((torch.zeros(2).long(), p[:2, :3]), by="label"), "data must be index .* with d = 4"),
-    (
-        lambda m, p: AssociativeMemory.preset("K-Hop", p, labels=range(6)).fit(by="label"),
-        "by='label' needs a memory with objective='retrieval'",
-    ),
+    (lambda m, p: m.fit(([0, 3], p[:2]), by="label"), "labels of damage must be labels of stored patterns, got 3"),
+    (lambda m, p: m.fit(([0, 1], p), by="label"), r"labels of damage must be \(N,\) = \(6,\), one for each query"),
+    (lambda m, p: m.fit(([0.5], p[:1]), by="label"), "labels of damage must be integers .* got torch.float32"),
+    (lambda m, p: m.fit((["a"], p[:1]), by="label"), "labels of damage must be integers, as those stored"),
+    (lambda m, p: m.fit((torch.zeros(0).long(), p[:0]), by="label"), "damage must be index .* n >= 1"),
+    (lambda m, p: m.fit((torch.zeros(2).long(), p[:2, :3]), by="label"), "damage must be index .* with d = 4"),
 ])  # fmt: skip
 def test_errors(call, message):
     patterns = torch.rand(6, 4)

@@ -23,7 +23,7 @@ from ahop_layers import (
     similarity_parameters,
 )
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
-from ahop_layers.similarity.adaptive import SimilarityOptions
+from ahop_layers.similarity.options import SimilarityOptions
 from tests.samples import Scaled, refuses
 
 RECORD = torch.load(Path(__file__).parent / "data" / "hflayers.pt", weights_only=True)
@@ -149,7 +149,7 @@ def test_errors_name_an_argument_of_the_wrong_type(adaptive):
         ({"update_steps_max": 1.5}, "update_steps_max must be an integer, .*got 1.5"),
         ({"update_steps_max": torch.ones(1)}, "update_steps_max must be an integer, .*got tensor"),
         ({"update_steps_eps": None}, "update_steps_eps must be a number or a tensor, got None"),
-        ({"association_activation": 5}, "association_activation must name a function of torch, got 5"),
+        ({"association_activation": "nope"}, "association_activation must name a function of torch, got 'nope'"),
         ({"separation": 5}, "separation must be one of .*got 5"),
         ({"init": 5}, "init must be .*got int"),
     ):

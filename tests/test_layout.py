@@ -18,7 +18,7 @@ PACKAGE = Path(ah.__file__).parent
 # A module or folder imports only from entries above it in this list. Imports inside a folder must not be cyclic.
 LAYOUT = """
     errors files ops separation similarity association packed training variants learning memory hopfield attention
-    convert tabular hflayers plots torchmil metric_learning
+    convert tabular hflayers plots torchmil
 """.split()  # noqa: SIM905 - the list reads as the folder does
 
 
@@ -72,20 +72,20 @@ def test_public_names():
     names = """
         AHopError Adaptive AdaptiveAttention AdaptiveHopfield AdaptiveHopfieldLayer AdaptiveHopfieldPooling
         AdaptiveSimilarity AssociativeMemory Blocks ImageSimilarity Report Separation adapt_ adaptive_similarity
-        association_maps backends footprint hflayers_state_dict install_as_hflayers load_adapted load_similarities
-        parameter_groups patches register_base register_converter revert_ save_adapted save_similarities
+        association_maps backends footprint hflayers_state_dict install_as_hflayers load_similarities
+        parameter_groups patches register_base register_converter revert_ save_similarities
         similarity_parameters variants
     """
     assert sorted(ah.__all__) == names.split()
     assert all(getattr(ah, name).__doc__ for name in ah.__all__)
-    modules = {"metric_learning", "plots", "tabular", "torchmil"}
+    modules = {"plots", "tabular", "torchmil"}
     assert {*ah.__all__, "plots", "torchmil", "__version__"} <= set(dir(ah)) <= {*ah.__all__, *modules, "__version__"}
     assert all(hasattr(ah, name) for name in dir(ah))
 
 
 def test_help_needs_the_core_alone():
     code = """import pydoc, sys
-sys.modules |= dict.fromkeys(("pytorch_metric_learning", "sklearn", "matplotlib"))  # cannot be imported
+sys.modules |= dict.fromkeys(("sklearn", "matplotlib"))  # cannot be imported
 import ahop_layers
 assert "AssociativeMemory" in pydoc.render_doc(ahop_layers)
 assert "tabular" not in dir(ahop_layers) and "plots" in dir(ahop_layers)"""

@@ -1,8 +1,6 @@
 """association_maps returns the weights of every adaptive layer and removes its hooks."""
 
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
@@ -52,20 +50,12 @@ def test_maps_of_a_compiled_model():
     assert all(torch.equal(a, b) for a, b in zip(got.values(), expected.values(), strict=True))
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_hooks_are_removed_and_maps_are_freed(fails):
+def test_hooks_are_removed_if_a_call_fails():
     model, x = encoder(), torch.randn(2, 5, 16)
     ah.adapt_(model)
-    if fails:
-        model.layers[1].linear1 = nn.Linear(1, 1)
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            ah.association_maps(model, x)
-    else:
-        maps = ah.association_maps(model, x)
-        reference = weakref.ref(maps["layers.0.self_attn"])
-        del maps
-        gc.collect()
-        assert reference() is None
+    model.layers[1].linear1 = nn.Linear(1, 1)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        ah.association_maps(model, x)
     assert not any(module._forward_hooks for module in model.modules())
 
 

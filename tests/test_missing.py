@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ahop_layers as ah
 from ahop_layers.memory import AdaptiveTableSimilarity, TableSimilarity
@@ -23,7 +25,6 @@ BLOCKS = {
     "normalized": ah.Blocks(2, normalize=True),
     "normalized permuted": ah.Blocks(torch.tensor([0, 1, 0, 1, 0, 1]), normalize=True),
     "normalized unequal": ah.Blocks(UNEQUAL, normalize=True),
-    "several": [ah.Blocks(UNEQUAL, normalize=True), None, ah.Blocks(2, normalize=True)],
 }
 LABELS = torch.arange(40) % 5 * 3 - 4
 BY_LABEL = ("class_scores", "classify")
@@ -35,7 +36,7 @@ def random(*shape, seed=0, dtype=torch.float64):
 
 
 def unknown(x, share, seed=1):
-    """Makes a share of the values unknown, but not the first two of a row: a normalized block needs two."""
+    """Makes a share of the values unknown, but not the first two of a row: half of a normalized block is known."""
     gone = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) < share
     gone[..., :2] = False
     return x.masked_fill(gone, torch.nan)
@@ -73,19 +74,28 @@ def stretched(values, u):
     return float(np.sort(values)[::-1] @ np.array(overlap) @ u)
 
 
-def pair_score(query, key, folded, bases, widths, numbers, constant=None):
-    """The score of one pair in one resolution: blocks of known dimensions, normalized if there is a constant."""
+def normalized(row, numbers, constant):
+    """A row with normalized blocks: unknown values at the mean, and 0 if fewer than half of a block are known."""
+    result = np.zeros_like(row)
+    for block in range(numbers.max() + 1):
+        values = row[numbers == block]
+        known = values[~np.isnan(values)]
+        if 2 * len(known) >= len(values):
+            deviation = np.where(np.isnan(values), known.mean(), values) - known.mean()
+            result[numbers == block] = deviation / (np.linalg.norm(deviation) + constant)
+    return result
+
+
+def pair_score(query, key, folded, bases, widths, numbers):
+    """The score of one pair: sums over the known dimensions of blocks, divided by their share."""
     known, blocks = ~np.isnan(query + key), []
     for block in range(numbers.max() + 1):
         inside = numbers == block
         width, m = inside.sum(), (inside & known).sum()
-        if m < (1 if constant is None else min(2, width)):
-            continue
-        pair = [each[inside & known] for each in (query, key)]
-        if constant is not None:
-            pair = [each - each.mean() for each in pair]
-            pair = [each / (np.linalg.norm(each) * math.sqrt(width / m) + constant) for each in pair]
-        blocks.append([value(base, *pair, unit).sum() * width / m for base, unit in zip(bases, widths, strict=True)])
+        if m:
+            pair = [each[inside & known] for each in (query, key)]
+            values = [value(base, *pair, unit).sum() * width / m for base, unit in zip(bases, widths, strict=True)]
+            blocks.append(values)
     if not blocks:
         return -math.inf
     return sum(stretched(values, u) for values, u in zip(np.array(blocks).T, folded, strict=True))
@@ -107,13 +117,16 @@ def by_pairs(similarity, query, key):
     query = query.double() if similarity.bias is None else query.double() - similarity.bias.detach().double()
     query, key, scores = query.numpy(), key.double().numpy(), np.zeros((len(query), len(key)))
     widths = getattr(similarity, "widths", None)
-    for index, entry in enumerate(getattr(similarity, "blocks", ())):
-        folded = reference.fold(similarity.footprint_weight(index).detach().double()).numpy()
-        constant = 1e-3 * getattr(similarity, f"norm_{index}").item() if entry.normalize else None
+    entry = getattr(similarity, "blocks", None)
+    if entry is not None:
+        folded = reference.fold(similarity.footprint_weight().detach().double()).numpy()
         options = similarity.names, np.ones(len(folded)) if widths is None else widths.tolist()
-        numbers = entry.numbers(similarity.dim).numpy()
+        numbers, pair = entry.numbers(similarity.dim).numpy(), (query, key)
+        if entry.normalize:
+            pair = [[normalized(row, numbers, 1e-3 * similarity.norm.item()) for row in rows] for rows in pair]
         for i, j in np.ndindex(*scores.shape):
-            scores[i, j] += pair_score(query[i], key[j], folded, *options, numbers, constant)
+            common = not np.isnan(query[i] + key[j]).all()
+            scores[i, j] += pair_score(pair[0][i], pair[1][j], folded, *options, numbers) if common else -math.inf
     table = similarity if isinstance(similarity, TableSimilarity) else getattr(similarity, "table", None)
     for i, j in np.ndindex(*scores.shape) if table is not None else ():
         scores[i, j] += table_score(table, query[i], key[j])
@@ -206,7 +219,7 @@ def masked_rows(count, seed):
 def test_blocks_follow_the_definition_for_all_combinations_of_known_dimensions(blocks, bases, monkeypatch):
     query, key = torch.cat([masked_rows(64, 1), random(1, 6)]), torch.cat([masked_rows(3, 2), random(1, 6, seed=3)])
     similarity = randomized(ah.AdaptiveSimilarity(6, bases=bases, debias=True, blocks=blocks))
-    similarity.fix_norms_(key).fix_widths_(key)
+    similarity.fix_scales_(key)
     expected = by_pairs(similarity, query, key)
     with torch.no_grad():
         torch.testing.assert_close(similarity(query, key, missing=True), expected)
@@ -219,13 +232,13 @@ def test_blocks_follow_the_definition_for_all_combinations_of_known_dimensions(b
     torch.testing.assert_close(similarity(query, key, missing=True).detach(), expected)  # on the path with gradients
 
 
-@pytest.mark.parametrize("blocks", ["normalized permuted", "several"])
+@pytest.mark.parametrize("blocks", ["normalized permuted", "normalized unequal"])
 @pytest.mark.parametrize("fixed", [True, False])
 def test_normalized_blocks_without_nan_have_the_scores_of_complete_values(blocks, fixed):
     similarity = randomized(ah.AdaptiveSimilarity(6, 2, bases=BASES, blocks=BLOCKS[blocks]))
     inputs, found = [random(3, 2, 4, 6).requires_grad_(), random(3, 2, 5, 6, seed=2).requires_grad_()], []
     if fixed:
-        similarity.fix_norms_(inputs[1].detach())
+        similarity.fix_scales_(inputs[1].detach())
     for missing in (False, True):
         scores = similarity(*inputs, missing=missing)
         found.append((scores, *torch.autograd.grad((scores * scores.detach().cos()).sum(), inputs)))
@@ -237,7 +250,7 @@ def test_gradients_of_normalized_blocks_are_right(blocks):
     similarity = randomized(ah.AdaptiveSimilarity(6, bases=("dis", "dot"), blocks=BLOCKS[blocks]))
     query, key = masked_rows(12, 1), masked_rows(4, 2)
     query[0] = 1.0  # no contrast
-    similarity.fix_norms_(key)
+    similarity.fix_scales_(key)
     known = [~each.isnan() for each in (query, key)]
 
     def scores(*values):
@@ -253,18 +266,41 @@ def test_gradients_of_normalized_blocks_are_right(blocks):
 
 
 @pytest.mark.parametrize("blocks", ["normalized", "normalized unequal"])
-def test_the_norm_of_stored_blocks_is_that_of_their_known_dimensions(blocks):
+def test_the_norm_of_stored_blocks_counts_their_known_values(blocks):
     entry, patterns = BLOCKS[blocks], masked_rows(40, 1)
     squares, numbers = [], entry.numbers(6)
     for row, block in itertools.product(patterns, range(int(numbers.max()) + 1)):
         part = row[numbers == block]
         known = part[~part.isnan()]
-        if len(known) >= min(2, len(part)):
-            squares.append((known - known.mean()).square().mean() * len(part))
-    similarity = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_norms_(patterns)
-    torch.testing.assert_close(similarity.norm_0, torch.stack(squares).mean().sqrt())
-    flat = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_norms_(0 * patterns + 1)
-    assert flat.norm_0 == 0
+        squares.append((known - known.mean()).square().sum() if 2 * len(known) >= len(part) else known.sum() * 0)
+    similarity = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_scales_(patterns)
+    torch.testing.assert_close(similarity.norm, torch.stack(squares).mean().sqrt())
+    flat = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_scales_(0 * patterns + 1)
+    assert flat.norm == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10**6), blocks=st.sampled_from(["normalized", "normalized permuted", "normalized unequal"]))
+def test_a_normalized_block_is_filled_or_without_correlation_at_any_scale_and_offset(seed, blocks):
+    entry, query, key = BLOCKS[blocks], random(1, 6, seed=seed), random(1, 6, seed=seed + 1)
+    numbers = entry.numbers(6)
+    gone = torch.rand(6, generator=torch.Generator().manual_seed(seed)) < 0.5
+    similarity = ah.AdaptiveSimilarity(6, blocks=entry).double()
+    similarity.norm.fill_(1e-9)  # too small to change a correlation
+    complete = similarity.block_similarities(query, key, "dot")[0, 0]
+    values = similarity.block_similarities(query.masked_fill(gone, torch.nan), key, "dot")[0, 0]
+    share = torch.stack([(~gone[numbers == block]).double().mean() for block in range(len(values))])
+    assert (values[share < 0.5] == 0).all()
+    torch.testing.assert_close(values[share == 1], complete[share == 1])
+    other = (7 * query + torch.linspace(-3, 3, len(values))[numbers]).masked_fill(gone, torch.nan)
+    scaled = similarity.block_similarities(other, key, "dot")[0, 0]
+    torch.testing.assert_close(scaled, values, rtol=1e-6, atol=1e-6)
+    filled = query.clone()
+    for block in range(len(values)):
+        inside = numbers == block
+        filled[0, inside & gone] = query[0, inside & ~gone].mean()
+    expected = similarity.block_similarities(filled.nan_to_num(0.0), key, "dot")[0, 0]
+    torch.testing.assert_close(values[share >= 0.5], expected[share >= 0.5])
 
 
 @pytest.mark.parametrize("make_table", [TableSimilarity, AdaptiveTableSimilarity])
@@ -358,7 +394,7 @@ def test_missing_values_are_found_at_least_as_often_as_by_nan_euclidean(share):
 @pytest.mark.full
 def test_a_fit_finds_noisy_and_missing_values_as_often_as_nan_euclidean(monkeypatch):
     for name in ("QUERIES", "MOST_QUERIES"):
-        monkeypatch.setattr(f"ahop_layers.learning.questions.{name}", 512)
+        monkeypatch.setattr(f"ahop_layers.memory.learn.questions.{name}", 512)
     patterns = random(300, 24, dtype=torch.float32)
     noisy = patterns + 0.9 * random(300, 24, seed=2, dtype=torch.float32)
     memory = ah.AssociativeMemory(patterns)

@@ -142,7 +142,7 @@ def test_a_variant_receives_standardized_rows(standardize):
 
 
 @pytest.mark.filterwarnings("ignore:fit did not improve")  # two normalized features of a block have only a sign
-@pytest.mark.parametrize("blocks", [np.array([0, 1, 1, 0]), [None, ah.Blocks(2, normalize=True)]], ids=str)
+@pytest.mark.parametrize("blocks", [np.array([0, 1, 1, 0]), ah.Blocks(2, normalize=True)], ids=str)
 def test_blocks_and_copies(blocks):
     model = AdaptiveNeighborsClassifier(**FAST, bases=("dis", "dot"), blocks=blocks).fit(X, Y)
     expected = model.predict_proba(X)

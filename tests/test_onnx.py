@@ -58,7 +58,7 @@ def test_a_memory_of_a_thousand_patterns(similarity, tmp_path):
 LAYERS = {
     "pooling": lambda: ah.AdaptiveHopfieldPooling(32, num_heads=4),
     "steps": lambda: ah.AdaptiveHopfield(32, num_heads=4, update_steps_max=2, blocks=4),
-    "normalized": lambda: ah.AdaptiveHopfield(32, num_heads=4, blocks=[ah.Blocks(4, normalize=True), 2]),
+    "normalized": lambda: ah.AdaptiveHopfield(32, num_heads=4, blocks=ah.Blocks(4, normalize=True)),
     "tensor": lambda: ah.AdaptiveHopfield(32, num_heads=4, blocks=torch.arange(8) % 3, separation="sparsemax"),
     "near": lambda: ah.AdaptiveHopfieldPooling(32, num_heads=4, bases=("l1", "near"), init="l1", debias=True),
 }

@@ -18,6 +18,7 @@ from tests.new_tensors import peak_memory
 from tests.samples import problem, refuses
 
 BASES = ("dis", "dot", "l1")
+OPTIONS = True, None, False  # wide scores, no widths, no missing values
 
 
 @pytest.mark.parametrize("backend", ["chunked", "auto"])
@@ -42,10 +43,10 @@ def test_batches_broadcast():
 @pytest.mark.slow
 def test_opcheck():
     query, key, weight = problem(2, heads=3)
-    torch.library.opcheck(torch.ops.ahop.score, (query.requires_grad_(), key, weight, "dis,dot", "auto"))
+    torch.library.opcheck(torch.ops.ahop.score, (query.requires_grad_(), key, weight, "dis,dot", "auto", *OPTIONS))
     inputs = torch.randn(2, 3, 5, 7, dtype=torch.float64), query.detach(), key, weight[..., :4]
     for need in ([True, True, True], [False, True, False]):
-        torch.library.opcheck(torch.ops.ahop.score_backward, (*inputs, "dis,dot", "auto", need))
+        torch.library.opcheck(torch.ops.ahop.score_backward, (*inputs, "dis,dot", "auto", None, need))
 
 
 x, y, u = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(3, 2, 8)
@@ -76,20 +77,22 @@ BAD_CALLS = {  # changed arguments and the error message
 def test_operators_refuse_arguments_that_do_not_fit(name, device):
     changed, message = BAD_CALLS[name]
     arguments = {
-        "grad": GRAD, "query": x, "key": y, "weight": u, "bases": "dis,dot", "backend": "auto", "need": [True] * 3
+        "grad": GRAD, "query": x, "key": y, "weight": u, "bases": "dis,dot", "backend": "auto", "widths": None,
+        "need": [True] * 3,
     } | changed  # fmt: skip
     arguments = {name: it.to(device) if isinstance(it, torch.Tensor) else it for name, it in arguments.items()}
     refuses(message, torch.ops.ahop.score_backward, **arguments)
     if not changed.keys() & {"grad", "need"}:
-        forward = {name: arguments[name] for name in ("query", "key", "weight", "bases", "backend")}
+        forward = {name: arguments[name] for name in ("query", "key", "weight", "bases", "backend", "widths")}
+        forward |= {"wide": True, "missing": False}
         refuses(message, torch.ops.ahop.score, **forward)
 
 
 def test_operators_refuse_two_devices_and_a_registered_base():
-    refuses(r"key must be .* on cpu .* on meta", torch.ops.ahop.score, x, y.to("meta"), u, "dis,dot", "auto")
+    refuses(r"key must be .* on cpu .* on meta", torch.ops.ahop.score, x, y.to("meta"), u, "dis,dot", "auto", *OPTIONS)
     ah.register_base("for_operators_of_this_test", torch.mul)
     with pytest.raises(ah.AHopError, match="'for_operators_of_this_test' runs on the reference path only"):
-        torch.ops.ahop.score(x, y, u, "dis,for_operators_of_this_test", "auto")
+        torch.ops.ahop.score(x, y, u, "dis,for_operators_of_this_test", "auto", *OPTIONS)
 
 
 def test_a_lazily_negated_tensor_is_negated():
@@ -112,7 +115,6 @@ class Recorder(TorchDispatchMode):
 
 
 def test_modes_and_profilers_see_the_operators_and_the_same_gradients():
-    """Plain eager calls skip the dispatcher; others must not."""
     tensors, grads = problem(2, grad=True), []
     with torch.profiler.profile() as profile:
         ah.adaptive_similarity(*tensors).sum().backward()
@@ -121,7 +123,7 @@ def test_modes_and_profilers_see_the_operators_and_the_same_gradients():
     for mode in (recorder, nullcontext()):
         with mode:
             grads.append(torch.autograd.grad(ah.adaptive_similarity(*tensors).sum(), tensors))
-    assert {torch.ops.ahop.score.default, torch.ops.ahop.score_backward.default} <= recorder.seen.keys()
+    assert {torch.ops.ahop.score_forward.default, torch.ops.ahop.score_backward.default} <= recorder.seen.keys()
     assert all(map(torch.equal, *grads))
     scores = ah.adaptive_similarity(*tensors, backend="chunked")
     with recorder:
@@ -327,11 +329,14 @@ def test_import_and_a_training_step_load_no_large_library():
 def test_scores_in_the_dtype_of_the_query(backend, dtype):
     """The operator rounds scores of half precision once, and its backward takes gradients in that dtype."""
     query, key, weight = x.to(dtype), y.to(dtype), u
-    wide, narrow = (torch.ops.ahop.score(query, key, weight, "dis,dot", backend, each) for each in (True, False))
+    inputs = query, key, weight, "dis,dot", backend
+    wide, narrow = (torch.ops.ahop.score(*inputs, each, None, False) for each in (True, False))
     assert (wide.dtype, narrow.dtype) == (torch.float32, dtype)
     assert torch.equal(narrow, wide.to(dtype))
-    options = (query, key, weight, "dis,dot", backend, [True, True, True])
-    results = (torch.ops.ahop.score_backward(each, *options) for each in (GRAD.to(dtype), GRAD.to(dtype).float()))
+    need = [True, True, True]
+    results = (
+        torch.ops.ahop.score_backward(each, *inputs, None, need) for each in (GRAD.to(dtype), GRAD.to(dtype).float())
+    )
     assert all(map(torch.equal, *results))
     if backend == "auto":
-        torch.library.opcheck(torch.ops.ahop.score, (query.requires_grad_(), key, weight, "dis,dot", backend, False))
+        torch.library.opcheck(torch.ops.ahop.score, (query.requires_grad_(), *inputs[1:], False, None, False))

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 import ahop_layers as ah
+from ahop_layers.memory.variants import Mixed, Noisy
 from ahop_layers.ops.reference import fold
 from ahop_layers.separation import entmax15, sparsemax
-from ahop_layers.variants import Mixed, Noisy
 from benchmarks.paper.kernel_similarity import uniformity_loss
 from benchmarks.paper.networks import NETWORKS, Network, Power
 from benchmarks.paper.retrieval.accuracy import most_likely, retrieval_accuracy, retrieval_error

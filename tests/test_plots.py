@@ -56,52 +56,40 @@ def test_maps_with_a_common_scale_have_one_color_for_a_weight(weights):
     np.testing.assert_allclose(overlays[1].get_alpha(), overlays[0].get_alpha() * 0.5**0.5, rtol=1e-5)
 
 
-def test_a_map_has_a_color_bar_on_request_and_is_transparent_without_weight():
+def test_a_map_is_transparent_without_weight():
     weights = torch.tensor([[0.0, 0.0, 0.25, 0.75, 0.0]])
-    figure = plots.association_map(weights, torch.rand(4, 4), patches=(2, 2), colorbar=True)
-    assert figure.axes[1].get_ylim() == pytest.approx((0, 0.75))
-    overlay = figure.axes[0].images[1]
+    overlay = plots.association_map(weights, torch.rand(4, 4), patches=(2, 2)).axes[0].images[1]
+    assert overlay.get_clim() == (0, 0.75)
     np.testing.assert_allclose(np.asarray(overlay.get_alpha()) > 0, [[False, True], [True, False]])
-
-
-BLOCKS = [None, ah.Blocks(3, normalize=True), 1, torch.tensor([0, 0, 1, 2, 2, 2])]
-TITLES = ["6 dimensions", "3 normalized blocks", "1 block", "3 blocks"]
 
 
 @pytest.fixture
 def model():
-    first = ah.AdaptiveSimilarity(6, num_heads=2, blocks=BLOCKS)
+    first = ah.AdaptiveSimilarity(6, num_heads=2, blocks=ah.Blocks(3, normalize=True))
     return nn.Sequential(first, nn.Linear(2, 2), ah.AdaptiveSimilarity(4, bases=("l1",), init="uniform"))
 
 
-@pytest.mark.parametrize(("folded", "change"), [(True, False), (False, True)])
-def test_weights_of_every_layer_resolution_head_and_base(model, folded, change):
-    columns = [(part, index) for part in (model[0], model[2]) for index in range(len(part.blocks))]
-
+@pytest.mark.parametrize("change", [False, True])
+def test_weights_of_every_layer_head_and_base(model, change):
     def weights():
-        found = [part.footprint_weight(index).detach().clone() for part, index in columns]
-        return [fold(weight) if folded else weight for weight in found]
+        return [fold(part.footprint_weight()).detach().clone() for part in (model[0], model[2])]
 
     initial = weights()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     state = deepcopy(model.state_dict())
-    axes = np.array(plots.footprint_weights(model, folded=folded, change=change).axes).reshape(2, len(columns))
+    axes = np.array(plots.footprint_weights(model, change=change).axes).reshape(2, 2)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())  # not reset itself
-    assert [axis.get_title() for axis in axes[0]] == [*(f"0, {title}" for title in TITLES), "2"]
+    assert [axis.get_title() for axis in axes[0]] == ["0, 3 blocks", "2"]
+    assert [axis.get_visible() for axis in axes.flat] == [True, True, True, False]  # the second layer has one head
     assert [text.get_text() for text in axes[0][0].get_legend().get_texts()] == ["dis", "dot"]
-    for panels, (part, index), old, new in zip(axes.T, columns, initial, weights(), strict=True):
-        expected = (new - old if change else new).reshape(part.num_heads or 1, len(part.bases), -1)
-        assert [panel.get_visible() for panel in panels] == [head < len(expected) for head in range(2)]
-        for panel, lines in zip(panels, expected, strict=False):
-            shown = [[bar.get_height() for bar in bars] for bars in panel.containers]
-            assert bool(shown) == (part.blocks[index].assignment is not None)
-            if shown:  # the bases side by side at each rank
-                places = [[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in panel.containers]
-                np.testing.assert_allclose(np.mean(places, 0), range(1, lines.shape[-1] + 1))
-                assert lines.shape[-1] == 1 or all(float(tick).is_integer() for tick in panel.get_xticks())
-            shown = shown or [line.get_ydata() for line in panel.lines[: len(lines)]]
-            np.testing.assert_allclose(shown, lines, rtol=1e-5, atol=1e-6)
+    by_block, lines = (new - old if change else new for new, old in zip(weights(), initial, strict=True))
+    for panel, expected in zip(axes[:, 0], by_block, strict=True):
+        np.testing.assert_allclose([[bar.get_height() for bar in bars] for bars in panel.containers], expected)
+        places = [[bar.get_x() + bar.get_width() / 2 for bar in bars] for bars in panel.containers]
+        np.testing.assert_allclose(np.mean(places, 0), [1, 2, 3])  # the bases side by side at each rank
+        assert all(float(tick).is_integer() for tick in panel.get_xticks())
+    np.testing.assert_allclose(axes[0, 1].lines[0].get_ydata(), lines[0])
 
 
 def test_lines_that_coincide_have_styles_of_their_own():
@@ -111,48 +99,7 @@ def test_lines_that_coincide_have_styles_of_their_own():
     assert len({line.get_linestyle() for line in panel.lines[:3]}) == 3
 
 
-@pytest.mark.parametrize("blocks", [None, BLOCKS], ids=["dimensions", "blocks"])
-def test_steps_lead_from_the_pair_to_its_score(blocks):
-    similarity = ah.AdaptiveSimilarity(6, bases=("dis", "l1"), init="uniform", debias=True, blocks=blocks)
-    for parameter in similarity.parameters():
-        nn.init.normal_(parameter)
-    query, keys = torch.randn(6), torch.randn(3, 6)
-    axes = plots.footprint_steps(similarity, query, keys, ["a", "b", "c"]).axes
-    lines = [np.array([line.get_ydata() for line in axis.lines[:3]]) for axis in axes]
-    rows = [lines[i : i + 4] for i in range(0, len(lines), 4)]
-    for number, (similarities, ordered, footprint, _) in enumerate(rows):
-        np.testing.assert_allclose(np.sort(similarities), np.sort(ordered), rtol=1e-6)
-        assert (np.diff(ordered) <= 0).all()
-        assert ordered.shape[1] == similarity.blocks[number // 2].count(6)
-        if blocks is None:
-            expected = ah.footprint(similarity.unbiased(query[None]), keys, similarity.bases[number])[0].detach()
-            np.testing.assert_allclose(footprint, expected, rtol=1e-4, atol=1e-5)
-    scores = similarity(query[None], keys)[0].detach()
-    np.testing.assert_allclose(sum(row[3][:, -1] for row in rows), scores, rtol=1e-4, atol=1e-4)
-    assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize("channels", [None, 2])
-def test_a_block_map_shows_which_blocks_agree(channels):
-    blocks = [None, ah.Blocks(ah.patches(4, 6, 2, channels or 1), normalize=True)]
-    similarity = ah.AdaptiveSimilarity(24 * (channels or 1), blocks=blocks)
-    query = torch.randn(*([] if channels is None else [channels]), 4, 6)
-    key = torch.randn_like(query)
-    key[..., 2:, 4:] = 3 * query[..., 2:, 4:] + 1  # the last patch, with another gain and offset
-    axis = plots.block_map(similarity, query, key, base="dot", resolution=1, title="blocks").axes[0]
-    shown = axis.images[0].get_array()
-    assert shown.shape == (4, 6)
-    assert (shown == np.kron(shown[::2, ::2], np.ones((2, 2)))).all()  # one value for each patch
-    np.testing.assert_allclose(shown[2:, 4:], 1.0, rtol=0.01)  # the correlation
-    assert shown[:2].max() < 0.99
-    single = plots.block_map(similarity, query, key).axes[0].images[0].get_array()
-    distance = -(query - key).square().reshape(-1, 4, 6).mean(0)
-    np.testing.assert_allclose(single, distance, rtol=1e-5)
-
-
 MAP = {"weights": torch.rand(2, KEYS, KEYS), "image": torch.rand(6, 8), "patches": (3, 4)}
-STEPS = {"similarity": ah.AdaptiveSimilarity(7), "query": torch.zeros(7), "keys": torch.zeros(3, 7)}
-BLOCK_MAP = {"similarity": ah.AdaptiveSimilarity(12), "query": torch.zeros(3, 4), "key": torch.zeros(3, 4)}
 TWO_LAYERS = nn.Sequential(ah.AdaptiveSimilarity(5, num_heads=3), ah.AdaptiveSimilarity(5))
 ERRORS = [
     (MAP, {"weights": torch.rand(KEYS)}, r"weights must be \(L, S\) or \(H, L, S\), got \(13,\)"),
@@ -161,24 +108,15 @@ ERRORS = [
     (MAP, {"patches": (2, "4")}, r"got \(2, '4'\)"),
     (MAP, {"token": 13}, "an index of one of the 13 queries, got 13"),
     (MAP, {"vmax": "1"}, "vmax must be a positive number, got '1'"),
-    (STEPS, {"similarity": ah.AdaptiveSimilarity(7, num_heads=2)}, "similarity must have num_heads=None, got 2"),
-    (STEPS, {"similarity": nn.Linear(7, 7)}, "similarity must be an AdaptiveSimilarity, got Linear"),
-    (STEPS, {"keys": torch.zeros(3, 6)}, r"must be \(7,\) and \(S, 7\), got \(7,\) and \(3, 6\)"),
-    (STEPS, {"names": ["a"]}, "one entry for each of the 3 keys, got 1"),
-    (BLOCK_MAP, {"query": torch.zeros(12)}, r"height, width\) with 12 values, got \(12,\) and \(3, 4\)"),
-    (BLOCK_MAP, {"key": torch.zeros(4, 3)}, r"got \(3, 4\) and \(4, 3\)"),
-    (BLOCK_MAP, {"resolution": 1}, "one of the 1 resolutions, got 1"),
-    (BLOCK_MAP, {"base": "l1"}, "base must be one of dis, dot, got 'l1'"),
     ({}, {"source": nn.Linear(2, 2)}, "source must contain an AdaptiveSimilarity, got Linear without one"),
     ({}, {"source": None}, "source must be a module, got NoneType"),
-    ({}, {"source": TWO_LAYERS, "ax": Figure().subplots()}, "one head and one resolution, got 2 layers with up to 3"),
+    ({}, {"source": TWO_LAYERS, "ax": Figure().subplots()}, "one layer with one head, got 2 layers with up to 3"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "change", "message"), ERRORS)
 def test_errors(arguments, change, message):
-    functions = {"weights": plots.association_map, "keys": plots.footprint_steps, "key": plots.block_map}
-    function = next((functions[name] for name in functions if name in arguments), plots.footprint_weights)
+    function = plots.association_map if arguments else plots.footprint_weights
     with pytest.raises(ah.AHopError, match=message):
         function(**arguments | change)
 
@@ -198,11 +136,20 @@ def test_an_explanation_shows_query_pattern_and_contributions(shape):
     memory = ah.AssociativeMemory(torch.rand(9, *shape))
     query = memory.patterns[4].clone()
     query.view(-1)[:2] = torch.tensor([5.0, torch.nan])
-    figure = plots.explanation(memory, query)
-    assert [axis.get_title() for axis in figure.axes] == ["query", "pattern 4", "share of the score"]
-    last = figure.axes[-1]
-    drawn = [bar.get_height() for bar in last.patches] if len(shape) == 1 else last.images[0].get_array().sum()
-    torch.testing.assert_close(float(np.sum(drawn)), memory.search(query).scores.item(), rtol=1e-4, atol=1e-4)
+    axes = plots.explanation(memory, query).axes
+    assert [axis.get_title() for axis in axes] == ["query", "pattern 4", "share of the score"]
+    asked, pattern, reasons = query.nan_to_num(0.0), memory.patterns[4], memory.explain(query)
+    if len(shape) == 1:
+        shown = [[bar.get_height() for bar in axis.patches] for axis in axes]
+        expected = [asked, pattern, reasons]
+    else:
+        shown = [axis.images[0].get_array() for axis in axes]
+        images = [(each - each.min()) / (each.max() - each.min()) for each in (asked, pattern)]
+        expected = [*(image.movedim(0, -1) if len(shape) == 3 else image for image in images)]
+        expected.append(reasons.reshape(-1, *shape[-2:]).sum(0))
+    for drawn_values, values in zip(shown, expected, strict=True):
+        np.testing.assert_allclose(drawn_values, values, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(float(np.sum(shown[2])), memory.search(query).scores.item(), rtol=1e-4, atol=1e-4)
     assert plots.explanation(memory, query, index=2).axes[1].get_title() == "pattern 2"
     with pytest.raises(ah.AHopError, match="query must be one query of the shape"):
         plots.explanation(memory, memory.patterns[:2])

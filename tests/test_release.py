@@ -101,7 +101,7 @@ def test_a_wheel_from_the_sdist_runs_its_kernel_elsewhere(tmp_path):
     here = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert wheel.name == f"{NAME}-py3-none-{here}.whl"
     names = zipfile.ZipFile(wheel).namelist()
-    kernel = {f"ahop_layers/{name}" for name in ("py.typed", "ops/_footprint.so", "ops/_footprint.json")}
+    kernel = {f"ahop_layers/{name}" for name in ("py.typed", "ops/_footprint.so")}
     assert {name for name in names if not name.startswith(f"{NAME}.dist-info/")} == MODULES | SOURCES | kernel
     assert f"{NAME}.dist-info/licenses/LICENSE" in names
 

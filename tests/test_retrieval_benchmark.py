@@ -11,7 +11,7 @@ import torch
 
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.memory import AssociativeMemory
-from ahop_layers.variants import Mixed
+from ahop_layers.memory.variants import Mixed
 from benchmarks.harness.rows import read, write
 from benchmarks.paper.figures import MULTIMODAL, RETRIEVAL
 from benchmarks.paper.networks import NETWORKS, Network

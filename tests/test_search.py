@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ahop_layers.memory import AssociativeMemory, arrays
+from ahop_layers.memory import AssociativeMemory, Hits, arrays
 from ahop_layers.memory import search as search_module
 from tests.samples import refuses
 
@@ -20,21 +20,20 @@ def check_equals_sort(memory, x, *ks, tolerance=0.0):
 
 
 @pytest.fixture(params=[(7, 1), (7, 20 * 23), (61, 2**21)], ids=str)
-def block(request, monkeypatch):
-    """Patterns per block, for patterns of eight dimensions, and the number of scores up to which blocks are joined."""
+def chunk(request, monkeypatch):
+    """Patterns per chunk, for patterns of eight dimensions, and the number of scores up to which chunks are joined."""
     size, ranked = request.param
-    monkeypatch.setattr(search_module, "BLOCK_ELEMENTS", 8 * size)
-    monkeypatch.setattr(search_module, "QUERY_ROWS", 9)
+    monkeypatch.setattr(search_module, "CHUNK_ELEMENTS", 8 * size)
+    monkeypatch.setattr(search_module, "QUERIES_AT_ONCE", 9)
     monkeypatch.setattr(arrays, "RANKED_SCORES", ranked)
 
 
-def test_search_equals_a_full_sort(block):
-    memory = AssociativeMemory.preset("A-Hop", torch.randn(61, 8).double(), prior=True)
-    torch.nn.init.normal_(memory.prior, std=5.0)
+def test_search_equals_a_full_sort(chunk):
+    memory = AssociativeMemory(torch.randn(61, 8).double(), "adaptive")
     check_equals_sort(memory, torch.randn(23, 8).double(), 1, 2, 10, 61, tolerance=1e-7)
 
 
-def test_equal_scores_are_ordered_by_index(block):
+def test_equal_scores_are_ordered_by_index(chunk):
     """Integers make all scores exact and most of them equal."""
     x = torch.randint(-1, 2, (40, 8)).float()
     x[0] = 0  # all scores are equal
@@ -50,18 +49,18 @@ def test_queries_take_the_dtype_of_the_patterns(similarity, stored):
         same = x.to(stored)
         assert all(map(torch.equal, memory.search(x, 4), memory.search(same, 4)))
         assert memory.search(x, 4)[0].dtype == stored
-        for method in (memory.scores, memory.recall, memory.retrieve, memory.energy):
+        for method in (memory.scores, memory.recall, memory.retrieve):
             assert torch.equal(method(x), method(same))
 
 
 @pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 8), (0, 8), (2, 0, 8)])
 @pytest.mark.parametrize(("stored", "asked"), [(torch.bfloat16, np.float16), (torch.float32, np.float64)])
 def test_leading_dimensions_and_numpy_in_numpy_out(stored, asked, shape):
-    memory = AssociativeMemory.preset("A-Hop", torch.randn(30, 8).to(stored), prior=True, labels=np.arange(30) % 4)
+    memory = AssociativeMemory(torch.randn(30, 8).to(stored), "adaptive", labels=np.arange(30) % 4)
     array = np.random.default_rng(0).normal(size=shape).astype(asked)
-    calls = [(method, ()) for method in (memory.recall, memory.classify, memory.energy)]
+    calls = [(method, ()) for method in (memory.recall, memory.classify)]
     calls += [(memory.scores, (30,)), (memory.class_scores, (4,)), (lambda x: memory.retrieve(x, steps=2), (8,))]
-    calls += [(lambda x, m=m, i=i: memory.search(x, 3, m)[i], (3,)) for m in (None, 10) for i in (0, 1)]
+    calls += [(lambda x, i=i: memory.search(x, 3)[i], (3,)) for i in (0, 1)]
     for call, last in calls:
         got, expected = call(array), call(torch.from_numpy(array)).detach()
         assert isinstance(got, np.ndarray)
@@ -82,7 +81,7 @@ def test_any_layout_of_a_numpy_array(kind, recwarn):
 
 @pytest.mark.parametrize("bad", [[3, 17, 40], list(range(61))], ids=len)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_scores_that_are_not_finite_are_ordered_as_in_a_sort(block, bad, value):
+def test_scores_that_are_not_finite_are_ordered_as_in_a_sort(chunk, bad, value):
     patterns = torch.randint(0, 3, (61, 8)).float() + 1
     patterns[bad] = value
     check_equals_sort(AssociativeMemory(patterns, "dot", check=False), torch.ones(2, 8), 1, 2, 3, 4, 61)
@@ -100,6 +99,9 @@ def test_search_and_classification_compile_to_one_graph(similarity):
 
     compiled = torch.compile(found, fullgraph=True, backend="eager")
     assert all(map(torch.equal, compiled(x), found(x)))
+    hits = torch.compile(lambda x: memory.search(x, 3), fullgraph=True, backend="eager")(x)
+    assert isinstance(hits, Hits)
+    assert all(map(torch.equal, hits, memory.search(x, 3)))
 
 
 @pytest.mark.parametrize("k", [0, -1, 2.0, True, np.bool_(True), np.float64(2.0), np.int64(0), 5], ids=repr)
@@ -118,7 +120,7 @@ def test_k_is_an_integer_up_to_the_number_of_patterns(k):
 ])  # fmt: skip
 def test_errors_name_queries_and_patterns(x, message):
     memory = AssociativeMemory(torch.rand(6, 4))
-    for method in (memory.search, memory.scores, memory.recall, memory.retrieve, memory.energy):
+    for method in (memory.search, memory.scores, memory.recall, memory.retrieve):
         refuses(message, method, x)
 
 

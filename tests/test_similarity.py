@@ -11,16 +11,19 @@ from torch import nn
 
 import ahop_layers as ah
 from ahop_layers.ops import reference
-from ahop_layers.similarity.adaptive import LazyAdaptiveSimilarity, SimilarityOptions, named_similarities
+from ahop_layers.similarity import protocol
+from ahop_layers.similarity.associator import named_similarities
+from ahop_layers.similarity.fixed import FIXED
+from ahop_layers.similarity.options import LazyAdaptiveSimilarity, SimilarityOptions
 from ahop_layers.similarity.widths import quantiles, units
 from tests.samples import Scaled, refuses
 
 BASES = ("dis", "dot", "l1")
 UNEQUAL = torch.tensor([2, 0, 1, 0, 2, 2, 1, 3, 0, 3, 3, 3])
 PERMUTED = torch.tensor([2, 0, 1, 3, 2, 2, 1, 3, 0, 1, 0, 3])
-SEVERAL = [4, ah.Blocks(UNEQUAL, normalize=True), None, ah.Blocks(2, normalize=True), PERMUTED]
-EVERY = [None, 1, 3, 12, UNEQUAL, PERMUTED, ah.Blocks(3, normalize=True), ah.Blocks(UNEQUAL, normalize=True), SEVERAL]
-NAMES = ["none", "1", "3", "d", "unequal", "permuted", "normalized", "normalized unequal", "several"]
+NORMALIZED = ah.Blocks(UNEQUAL, normalize=True)
+EVERY = [None, 1, 3, 12, UNEQUAL, PERMUTED, ah.Blocks(3, normalize=True), NORMALIZED]
+NAMES = ["none", "1", "3", "d", "unequal", "permuted", "normalized", "normalized unequal"]
 every_kind = pytest.mark.parametrize("blocks", EVERY, ids=NAMES)
 
 
@@ -53,15 +56,12 @@ def root_mean_square_norm(key, numbers):
 
 
 def by_hand(similarity, query, key):
-    """The score of every resolution by the public function on normalized rows, with block numbers."""
-    scores = 0
-    for index, entry in enumerate(similarity.blocks):
-        numbers, pair = entry.numbers(12), (query, key)
-        if entry.normalize:
-            constant = 1e-3 * root_mean_square_norm(key, numbers)
-            pair = (normalized_by_hand(rows, numbers, constant) for rows in pair)
-        scores = scores + ah.adaptive_similarity(*pair, similarity.footprint_weight(index), similarity.names, numbers)
-    return scores
+    """The scores by the public function on normalized rows, with block numbers."""
+    numbers, pair = similarity.blocks.numbers(12), (query, key)
+    if similarity.blocks.normalize:
+        constant = 1e-3 * root_mean_square_norm(key, numbers)
+        pair = (normalized_by_hand(rows, numbers, constant) for rows in pair)
+    return ah.adaptive_similarity(*pair, similarity.footprint_weight(), similarity.names, numbers)
 
 
 @every_kind
@@ -73,7 +73,7 @@ def test_scores_equal_the_definition(blocks):
 
 
 @pytest.mark.parametrize("init", ["dot", "dis", "l1"])
-@pytest.mark.parametrize("blocks", [None, 3, UNEQUAL, [3, 12, UNEQUAL]], ids=str)
+@pytest.mark.parametrize("blocks", [None, 3, UNEQUAL], ids=str)
 def test_exact_warm_start(init, blocks):
     query, key = pair(2, 3)
     similarity = ah.AdaptiveSimilarity(12, 3, BASES, init, blocks=blocks, debias=True).double()
@@ -81,25 +81,20 @@ def test_exact_warm_start(init, blocks):
     exact = {"dot": query @ key.mT, "dis": -difference.square().sum(-1), "l1": -difference.abs().sum(-1)}[init]
     torch.testing.assert_close(similarity(query, key), exact)
     grads = torch.autograd.grad(similarity(query, key).square().sum(), list(similarity.parameters()))
-    betas = [grad for (name, _), grad in zip(similarity.named_parameters(), grads, strict=True) if "beta" in name]
-    assert betas
-    assert all(grad.abs().min() > 0 for grad in betas)  # every base of every resolution can be learned
+    (beta,) = [grad for (name, _), grad in zip(similarity.named_parameters(), grads, strict=True) if name == "beta"]
+    assert beta.abs().min() > 0  # every base can be learned
 
 
 def test_initial_values():
-    uniform = ah.AdaptiveSimilarity(12, init="uniform", blocks=[4, 6])
-    assert torch.equal(uniform.w_0, torch.full((2, 4), 1 / 4))
-    assert torch.equal(uniform.w_1, torch.full((2, 6), 1 / 6))
-    assert torch.equal(uniform.beta_1, torch.ones(2))
-    weights = [torch.randn(2, 4), torch.randn(2, 6)]
-    given, expected = ah.AdaptiveSimilarity(12, init=weights, blocks=(4, 6)), weights[1].clone()
+    uniform = ah.AdaptiveSimilarity(12, init="uniform", blocks=4)
+    assert torch.equal(uniform.w, torch.full((2, 4), 1 / 4))
+    assert torch.equal(uniform.beta, torch.ones(2))
+    weights = torch.randn(2, 4)
+    given, expected = ah.AdaptiveSimilarity(12, init=weights, blocks=4), weights.clone()
     randomized(given)
-    weights[1].zero_()
+    weights.zero_()
     given.reset_parameters()
-    assert torch.equal(given.w_0, weights[0])
-    assert torch.equal(given.w_1, expected)
-    for init, blocks in ((weights[0], 4), ([weights[0]], [4])):
-        assert torch.equal(ah.AdaptiveSimilarity(12, init=init, blocks=blocks).w, weights[0])
+    assert torch.equal(given.w, expected)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +125,7 @@ def test_built_in_bases_do_not_take_the_reference_path(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [pytest.param(3, marks=pytest.mark.full), SEVERAL], ids=["3", "several"])
+@pytest.mark.parametrize("blocks", [pytest.param(3, marks=pytest.mark.full), NORMALIZED], ids=str)
 def test_gradcheck(blocks):
     similarity = randomized(ah.AdaptiveSimilarity(12, 2, BASES, blocks=blocks, debias=True).double())
     inputs = [rows.requires_grad_() for rows in pair(2, length=1, count=2)]
@@ -168,20 +163,20 @@ def test_normalized_blocks_are_finite_where_blocks_are_constant(blocks, zero):
     assert similarity(query[:0], key).shape == (0, 5)
 
 
-def test_fixed_norms_make_scores_independent_of_other_keys():
-    entries = [ah.Blocks(UNEQUAL, normalize=True), 4, ah.Blocks(2, normalize=True)]
-    similarity = randomized(ah.AdaptiveSimilarity(12, blocks=entries).double())
+@pytest.mark.parametrize("blocks", [NORMALIZED, ah.Blocks(2, normalize=True)], ids=str)
+def test_fixed_norms_make_scores_independent_of_other_keys(blocks):
+    similarity = randomized(ah.AdaptiveSimilarity(12, blocks=blocks).double())
     query, key = pair(count=40)
     expected = similarity(query, key)
     parts = torch.cat([similarity(query, part) for part in key.split(7)], -1)
     assert not torch.allclose(parts, expected, rtol=1e-7)
-    assert similarity.fix_norms_(key) is similarity
-    torch.testing.assert_close(similarity.norm_2, root_mean_square_norm(key, torch.arange(12) // 6).squeeze())
+    assert similarity.fix_scales_(key) is similarity
+    torch.testing.assert_close(similarity.norm, root_mean_square_norm(key, blocks.numbers(12)).squeeze())
     torch.testing.assert_close(similarity(query, key), expected)
     torch.testing.assert_close(torch.cat([similarity(query, part) for part in key.split(7)], -1), expected)
-    assert {"norm_0", "norm_2"} < similarity.state_dict().keys()
+    assert "norm" in similarity.state_dict()
     similarity.reset_parameters()
-    assert not similarity.norm_2.any()
+    assert not similarity.norm.any()
 
 
 def test_a_batch_entry_is_normalized_by_its_own_keys():
@@ -195,7 +190,7 @@ def test_a_batch_entry_is_normalized_by_its_own_keys():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("blocks", [3, SEVERAL], ids=["3", "several"])
+@pytest.mark.parametrize("blocks", [3, NORMALIZED], ids=str)
 def test_half_precision(blocks, dtype):
     similarity = ah.AdaptiveSimilarity(12, blocks=blocks).to(dtype)
     query, key = pair(2, dtype=dtype)
@@ -215,7 +210,7 @@ def test_copies_checkpoints_and_reset(blocks):
 
     similarity, buffer = randomized(make()), io.BytesIO()
     query, key = pair(3, dtype=torch.float32)
-    similarity.fix_norms_(key)
+    similarity.fix_scales_(key)
     torch.save(similarity.state_dict(), buffer)
     buffer.seek(0)
     state = torch.load(buffer, weights_only=True)
@@ -240,12 +235,10 @@ def test_names_in_the_state_dict():
         return set(ah.AdaptiveSimilarity(12, debias=True, blocks=blocks).state_dict())
 
     single = {"w", "beta", "bias", "_extra_state"}  # the last one names the bases
-    assert names(None) == names(4) == names([4]) == single
-    assert names(UNEQUAL) == single | {"blocks_0"}
-    assert names(ah.Blocks(4, normalize=True)) == single | {"norm_0"}
-    several = [4, UNEQUAL, ah.Blocks(2, normalize=True)]
-    weights = {f"{name}_{index}" for name in ("w", "beta") for index in range(3)}
-    assert names(several) == weights | {"bias", "_extra_state", "blocks_1", "norm_2"}
+    assert names(None) == names(4) == single
+    assert names(UNEQUAL) == single | {"block_numbers"}
+    assert names(ah.Blocks(4, normalize=True)) == single | {"norm"}
+    assert names(NORMALIZED) == single | {"block_numbers", "norm"}
 
 
 def test_a_state_dict_of_other_bases_or_with_values_that_are_not_finite_changes_nothing():
@@ -254,7 +247,7 @@ def test_a_state_dict_of_other_bases_or_with_values_that_are_not_finite_changes_
     for bases in (("dis", "l1"), ("dot", "dis"), ("dot",)):
         state = ah.AdaptiveSimilarity(12, 3, bases, bases[0], True, similarity.blocks).state_dict()
         refuses(f"must have the bases dis, dot, got {', '.join(bases)}$", similarity.load_state_dict, state)
-    for name in ("w", "beta", "bias", "norm_0"):
+    for name in ("w", "beta", "bias", "norm"):
         for bad in (torch.nan, torch.inf):
             broken = copy.deepcopy(before)
             broken[name].flatten()[-1] = bad
@@ -268,8 +261,7 @@ def test_another_number_of_blocks_in_a_checkpoint():
     for module, given, message in (
         (ah.AdaptiveSimilarity(12, blocks=4), state, "must have 4 blocks, as the similarity, got w with 6"),
         (ah.AdaptiveSimilarity(12), state, "must have 12 blocks, as the similarity, got w with 6"),
-        (ah.AdaptiveSimilarity(12, blocks=[6, 4]), {"w_0": state["w"], "w_1": state["w"]}, "4 .* got w_1 with 6"),
-        (named, named.state_dict() | {"blocks_0": torch.arange(12) // 4}, "must have 4 blocks.* got blocks_0 with 3"),
+        (named, named.state_dict() | {"block_numbers": torch.arange(12) // 4}, "4 blocks.* got block_numbers with 3"),
         (layer, layer.state_dict() | {"similarity.w": torch.ones(2, 2, 6)}, r"got similarity\.w with 6"),
     ):
         refuses(message, module.load_state_dict, given, strict=False)
@@ -288,25 +280,25 @@ NEAR = ("l1", ("near", 0.1), ("near", 0.5))
 
 def test_widths_are_quantiles_and_scale_with_the_data():
     keys = torch.rand(300, 8)
-    similarity = ah.AdaptiveSimilarity(8, bases=NEAR, init="uniform").fix_widths_(keys)
+    similarity = ah.AdaptiveSimilarity(8, bases=NEAR, init="uniform").fix_scales_(keys)
     assert similarity.widths[0] == 1
     values = (keys[:, None] - keys).abs().flatten()
     expected = torch.quantile(values[values > 0][:100_000], torch.tensor([0.1, 0.5]))
     torch.testing.assert_close(similarity.widths[1:], expected, rtol=0.05, atol=0)
-    large = ah.AdaptiveSimilarity(8, bases=NEAR, init="uniform").fix_widths_(1000 * keys)
+    large = ah.AdaptiveSimilarity(8, bases=NEAR, init="uniform").fix_scales_(1000 * keys)
     torch.testing.assert_close(large.widths[1:], 1000 * similarity.widths[1:])
 
 
 def test_patterns_without_differences_have_width_one():
     for keys in (torch.ones(5, 3), torch.rand(1, 3)):
-        similarity = ah.AdaptiveSimilarity(3, bases=NEAR, init="uniform").fix_widths_(keys)
+        similarity = ah.AdaptiveSimilarity(3, bases=NEAR, init="uniform").fix_scales_(keys)
         assert torch.equal(similarity.widths, torch.ones(3))
 
 
 def test_a_similarity_with_widths_and_units_is_saved_and_loaded():
     similarity = ah.AdaptiveSimilarity(6, bases=NEAR, init="uniform")
     similarity.units = torch.rand(6) + 0.5
-    similarity.fix_widths_(torch.randn(20, 6))
+    similarity.fix_scales_(torch.randn(20, 6))
     other = ah.AdaptiveSimilarity(6, bases=NEAR, init="l1")
     other.load_state_dict(similarity.state_dict())
     query, key = torch.randn(3, 6), torch.randn(5, 6)
@@ -319,7 +311,7 @@ def test_a_similarity_with_widths_and_units_is_saved_and_loaded():
 
 
 def test_units_divide_the_dimensions():
-    similarity = ah.AdaptiveSimilarity(4, bases=NEAR, init="uniform").fix_widths_(torch.randn(20, 4))
+    similarity = ah.AdaptiveSimilarity(4, bases=NEAR, init="uniform").fix_scales_(torch.randn(20, 4))
     query, key, unit = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0.1, 2.0, 1.0, 30.0])
     expected = similarity(query / unit, key / unit)
     similarity.units = unit
@@ -333,7 +325,7 @@ def test_quantiles_and_units_of_differences():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [None, pytest.param(SEVERAL, marks=pytest.mark.full)], ids=["none", "several"])
+@pytest.mark.parametrize("blocks", [None, pytest.param(NORMALIZED, marks=pytest.mark.full)], ids=str)
 def test_compile_without_a_graph_break_for_all_shapes(blocks):
     similarity = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks))
     torch.compiler.reset()  # the similarities of earlier tests count as recompilations
@@ -349,7 +341,7 @@ def test_compile_without_a_graph_break_for_all_shapes(blocks):
 
 @pytest.mark.slow
 def test_export():
-    similarity = ah.AdaptiveSimilarity(12, blocks=SEVERAL)
+    similarity = ah.AdaptiveSimilarity(12, blocks=NORMALIZED)
     inputs = pair(2, dtype=torch.float32)
     torch.testing.assert_close(torch.export.export(similarity, inputs).module()(*inputs), similarity(*inputs))
 
@@ -357,10 +349,10 @@ def test_export():
 def test_repr():
     assert repr(ah.AdaptiveSimilarity(12, blocks=4)).endswith("debias=False, blocks=4)")
     assert repr(ah.AdaptiveSimilarity(12)).endswith("debias=False)")
-    several = ah.AdaptiveSimilarity(12, init=[torch.ones(2, 12), torch.ones(2, 4)], blocks=[None, UNEQUAL])
-    assert repr(several).endswith("init=[tensor, tensor], debias=False, blocks=(None, tensor(n=4)))")
+    named = ah.AdaptiveSimilarity(12, init=torch.ones(2, 4), blocks=UNEQUAL)
+    assert repr(named).endswith("init=tensor, debias=False, blocks=tensor(n=4))")
     assert repr(ah.Blocks(3)) == "Blocks(3, normalize=False)"
-    for blocks in (3, ah.Blocks(3, normalize=True), (None, 3)):
+    for blocks in (3, ah.Blocks(3, normalize=True)):
         similarity = ah.AdaptiveSimilarity(12, blocks=blocks)
         names = {"AdaptiveSimilarity": ah.AdaptiveSimilarity, "Blocks": ah.Blocks}
         assert repr(eval(repr(similarity), names)) == repr(similarity)
@@ -393,7 +385,7 @@ def test_patches():
 
 def test_lazy_similarities():
     query, key = pair(2, 3, dtype=torch.float32)
-    for blocks in (4, [ah.Blocks(4, normalize=True), None]):
+    for blocks in (None, 4, ah.Blocks(4, normalize=True)):
         lazy = SimilarityOptions(debias=True, blocks=blocks).make_similarity(None, 3)
         assert isinstance(lazy, LazyAdaptiveSimilarity)
         expected = ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks)
@@ -401,8 +393,7 @@ def test_lazy_similarities():
         assert type(lazy) is ah.AdaptiveSimilarity
         assert repr(lazy) == repr(expected)
         assert lazy.state_dict().keys() == expected.state_dict().keys()
-    init = [torch.ones(3, 2, 4), torch.ones(3, 2, 12)]
-    for known in ({"blocks": UNEQUAL}, {"blocks": [4, UNEQUAL]}, {"blocks": [4, None], "init": init}):
+    for known in ({"blocks": UNEQUAL}, {"init": torch.ones(3, 2, 12)}):
         assert SimilarityOptions(**known).make_similarity(None, 3).dim == 12
     weights = torch.randn(3, 2, 4)
     lazy = SimilarityOptions(init=weights, blocks=4).make_similarity(None, 3)
@@ -414,11 +405,12 @@ def test_lazy_similarities():
 
 
 def test_lazy_similarities_load_checkpoints():
-    source = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=[None, 4]))
-    lazy, other = (SimilarityOptions(debias=True, blocks=[None, n]).make_similarity(None, 3) for n in (4, 3))
-    lazy.load_state_dict(source.state_dict())
     query, key = pair(2, 3, dtype=torch.float32)
-    assert torch.equal(lazy(query, key), source(query, key))
+    for blocks in (None, 4):
+        source = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks))
+        lazy, other = (SimilarityOptions(debias=True, blocks=n).make_similarity(None, 3) for n in (blocks, 3))
+        lazy.load_state_dict(source.state_dict())
+        assert torch.equal(lazy(query, key), source(query, key))
     refuses("must have 3 blocks", other.load_state_dict, source.state_dict())
 
 
@@ -457,3 +449,44 @@ def test_similarities_are_found_whatever_their_class():
     assert ah.similarity_parameters(model)[0] is attention.similarity.scale
     attention.similarity = None
     assert list(named_similarities(model)) == ["memory.similarity", "alone"]
+
+
+def test_a_plain_function_is_a_similarity_that_can_do_nothing_else():
+    def cosine(query, key):
+        return nn.functional.normalize(query, dim=-1) @ nn.functional.normalize(key, dim=-1).mT
+
+    query, key = pair()
+    assert torch.equal(protocol.score(cosine, query, key), cosine(query, key))
+    for ask in (protocol.allows_missing, protocol.is_solvable, protocol.is_fused, protocol.is_unbounded):
+        assert not ask(cosine)
+    assert protocol.sources(cosine) == []
+    assert protocol.compared_size(cosine, 12) == 12
+    protocol.fix_scales_(cosine, key)
+    refuses("explain needs a fixed or an adaptive similarity, got function", protocol.explain, cosine, query, query)
+
+
+@every_kind
+def test_prepared_keys_and_explanations_give_the_scores(blocks):
+    similarity = randomized(ah.AdaptiveSimilarity(12, bases=BASES, blocks=blocks).double())
+    query, key = pair(count=4)
+    similarity.fix_scales_(key)
+    scores = similarity(query, key)
+    if protocol.sources(similarity):
+        prepared = protocol.prepare(similarity, key)
+        torch.testing.assert_close(protocol.score(similarity, query, key, prepared=prepared), scores)
+    torch.testing.assert_close(protocol.explain(similarity, query, key).sum(-1), scores.diagonal().detach())
+    subset = ah.AdaptiveSimilarity(12, 2, blocks=blocks)
+    assert protocol.is_solvable(similarity)
+    assert not protocol.is_solvable(subset)  # with heads
+    refuses("explain needs a similarity without heads, got num_heads=2", protocol.explain, subset, query, query)
+
+
+def test_fixed_similarities_score_and_explain_known_values():
+    query, key = pair(count=4)
+    query[0, :5] = torch.nan
+    for base, fixed in FIXED.items():
+        scores = protocol.score(fixed, query, key, missing=True)
+        values = reference.pair_values(query, key, base)
+        torch.testing.assert_close(scores, 12 * values.nanmean(-1))
+        torch.testing.assert_close(protocol.explain(fixed, query, key).sum(-1), scores.diagonal())
+        assert protocol.allows_missing(fixed)

@@ -6,20 +6,19 @@ from new_tensors import LargestNewTensor
 
 import ahop_layers as ah
 
-BLOCKS = [ah.Blocks(torch.tensor([0, 1, 2, 3] * 4), normalize=True), None]
+BLOCKS = ah.Blocks(torch.tensor([0, 1, 2, 3] * 4), normalize=True)
 
 
 def make(count: int) -> ah.AssociativeMemory:
     patterns = torch.rand(count, 16) * 2 - 1
-    return ah.AssociativeMemory.preset(
-        "A-Hop", patterns, labels=torch.arange(count) % 5, prior=True, debias=True, blocks=BLOCKS, bases=("l1", "dot")
-    )
+    similarity = ah.AdaptiveSimilarity(16, debias=True, blocks=BLOCKS, bases=("l1", "dot"))
+    return ah.AssociativeMemory(patterns, similarity, labels=torch.arange(count) % 5)
 
 
 @pytest.fixture(scope="module")
 def fitted() -> ah.AssociativeMemory:
     memory = make(61)
-    memory.fit(ah.variants.Mixed(0.3), epochs=3, batch=256, progress=False, by="pattern")
+    memory.fit(ah.variants.Mixed(0.3), by="pattern")
     return memory
 
 
@@ -38,10 +37,10 @@ def test_a_fitted_memory_is_saved_and_loaded(kind, fitted, tmp_path):
         safetensors.load_model(other, path)
     x = torch.randn(7, 16)
     assert other.beta == memory.beta != 1
-    for method in ("scores", "recall", "retrieve", "class_scores", "classify", "energy"):
+    for method in ("scores", "recall", "retrieve", "class_scores", "classify"):
         assert torch.equal(getattr(other, method)(x), getattr(memory, method)(x)), method
-    for shortlist in (None, 20):
-        assert all(map(torch.equal, other.search(x, 5, shortlist), memory.search(x, 5, shortlist)))
+    assert all(map(torch.equal, other.search(x, 5), memory.search(x, 5)))
+    assert torch.equal(other.search(x, 5).confidence, memory.search(x, 5).confidence)
 
 
 def test_loading_with_assign_allocates_no_second_copy(tmp_path):
@@ -54,22 +53,21 @@ def test_loading_with_assign_allocates_no_second_copy(tmp_path):
     assert other.patterns.data_ptr() == state["patterns"].data_ptr()
 
 
-def test_mapped_patterns_are_read_block_by_block(tmp_path):
+def test_mapped_patterns_are_read_chunk_by_chunk(tmp_path):
     """No tensor is nearly as large as the patterns: they need not fit into memory."""
     patterns = torch.rand(100_000, 64) * 2 - 1
     patterns.numpy().tofile(tmp_path / "patterns")
     stored = torch.from_file(str(tmp_path / "patterns"), size=patterns.numel()).view(patterns.shape)
     with LargestNewTensor() as largest:
-        memory = ah.AssociativeMemory.preset("A-Hop", stored, init="uniform", labels=torch.arange(100_000) % 3)
-        for shortlist in (None, 100):
-            assert memory.search(patterns[[5, 99_990]] + 0.01, 2, shortlist)[1][:, 0].tolist() == [5, 99_990]
+        memory = ah.AssociativeMemory(stored, "adaptive", labels=torch.arange(100_000) % 3)
+        assert memory.search(patterns[[5, 99_990]] + 0.01, 2)[1][:, 0].tolist() == [5, 99_990]
         memory.class_scores(patterns[:2])
     assert largest.elements < patterns.numel() / 2
     assert memory.patterns.data_ptr() == stored.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("make", [ah.AssociativeMemory, lambda x: ah.AssociativeMemory.preset("A-Hop", x.flatten(1))])
+@pytest.mark.parametrize("make", [ah.AssociativeMemory, lambda x: ah.AssociativeMemory(x.flatten(1), "adaptive")])
 def test_a_file_keeps_the_weights_of_half_precision_memories(make, dtype, tmp_path):
     pytest.importorskip("safetensors", reason="memories are saved with safetensors")
     memory = make((255 * torch.rand(20, 6, 6)).to(dtype))

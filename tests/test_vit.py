@@ -1,20 +1,14 @@
-"""The vision transformer example and the image benchmark: data sets, attentions, interruptions, pictures."""
+"""The vision transformer example and the image benchmark: data sets, attentions, conversion, pictures."""
 
 import gzip
 import io
-import json
 import os
 import pickle
-import re
-import subprocess
-import sys
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 
 import ahop_layers as ah
@@ -22,26 +16,14 @@ from benchmarks import images as vit_data
 from benchmarks.harness.rows import read
 from benchmarks.paper.images import __main__ as images
 from benchmarks.paper.images import measure as images_measure
+from benchmarks.paper.images import model as image_model
 from benchmarks.paper.images import training as images_training
 from benchmarks.paper.kernel_similarity import KernelSimilarity
 from benchmarks.paper.retrieval.systems import ReferenceSimilarity
-from examples import demo, mil, vit
-from examples.vision import batches as vit_batches
-from examples.vision import model as vit_model
-from examples.vision import pictures as vit_pictures
+from examples import vit
 from tests.samples import refuses
 
-ROOT = Path(__file__).parents[1]
-TINY = ["--model", "tiny", "--accelerator", "cpu"]
-FAST = [*TINY, "--fast-dev-run", "--batch-size", "16"]
-
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def no_pictures(monkeypatch):
-    """Leaves out the pictures, which take most of the time of a short run."""
-    monkeypatch.setattr(vit, "draw_pictures", lambda *_: [])
 
 
 @pytest.fixture
@@ -97,10 +79,50 @@ def made(tmp_path, request):
     return request.param, tmp_path
 
 
-def test_what_a_run_on_digits_writes(tmp_path):
-    vit.main([*FAST, "--out", str(tmp_path / "out")])
-    written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {"maps.png", "weights.png", "confusion.png", "results.json", "options.txt"}
+def command(folder, out, *more):
+    """Arguments of a short training on a folder of images: 22 training images, six steps per epoch."""
+    where = ["--data-dir", str(folder), "--batch-size", "4", "--out", str(folder / out), "--epochs", "1"]
+    return [*where, *more]
+
+
+def test_conversion_keeps_the_logits(folder, monkeypatch):
+    monkeypatch.setattr(vit, "draw", lambda *_: None)
+    found = vit.main(command(folder, "dot", "--attention", "dot", "--epochs", "2"))["dot"]
+    assert found["test_accuracy"] == 1.0
+    tuned = vit.main(command(folder, "tuned", "--convert", found["checkpoint"], "--lr", "1e-4"))
+    assert tuned["dot"]["logit_change"] == 0.0
+    assert tuned["adaptive"]["logit_change"] < 1e-5
+    restored = vit.Classifier.load_from_checkpoint(tuned["adaptive"]["checkpoint"])
+    counts = {w.shape[-1] for name, w in restored.named_parameters() if name.endswith("similarity.w")}
+    assert counts == {4}
+    images = torch.rand(2, 3, 32, 32)
+    classifier, change = vit.convert(Path(found["checkpoint"]), "adaptive", None, 0.5, images)
+    assert change < 1e-5 < classifier.model(images).std()
+    assert classifier.hparams.lr == 0.5
+    refuses(
+        r"dot-product attention, got 'adaptive'", vit.convert, tuned["adaptive"]["checkpoint"], "dot", 4, 1.0, images
+    )
+    refuses("expected a checkpoint of this model", vit.convert, found["checkpoint"], "dot", 4, 1.0, images[:, :1])
+
+
+def test_maps_show_predictions_and_the_dot_product():
+    model = vit.VisionTransformer(channels=1, side=4, classes=3, patch=2, size=(2, 8, 2)).eval()
+    ah.adapt_(model, blocks=2)
+    images = torch.rand(2, 1, 4, 4)
+    before = [*ah.association_maps(model, images).values()][-1]
+    for part in ah.similarity_parameters(model):
+        torch.nn.init.normal_(part)
+    after = ah.association_maps(model, images).values()
+    figure = vit.draw_maps(model, images, torch.tensor([0, 0]), torch.tensor([0, 1]), ["cat", "dog", "cow"])
+    *axes, _ = figure.axes
+    assert [axis.get_title() for axis in axes[:2]] == [
+        "true cat\npredicted cat \u2713",
+        "true cat\npredicted dog \u2717",
+    ]
+    for place, weights in enumerate([*after, before], 1):
+        for column in range(2):
+            shown = axes[2 * place + column].images[-1].get_array()
+            np.testing.assert_allclose(shown.flatten(), weights[column].mean(0)[0, 1:], rtol=1e-4)
 
 
 @pytest.mark.parametrize("made", ["mnist", "cifar10", "cifar100", "tiny-imagenet"], indirect=True)
@@ -124,32 +146,6 @@ def test_data_sets_in_their_published_layout_and_damaged(made):
         path.write_bytes(content)
 
 
-def on_folder(folder, out, *more):
-    """Arguments of a short training on a folder of images: 22 training images, five steps per epoch."""
-    where = ["--data", "folder", "--data-dir", str(folder), "--batch-size", "4", "--out", str(folder / out)]
-    return [*TINY, *where, "--lr", "0.003", "--epochs", "2", *more]
-
-
-def test_a_folder_of_images(folder, no_pictures):
-    assert vit.main(on_folder(folder, "out", "--augment"))["test_accuracy"] == 1.0
-
-
-def test_missing_data_and_models_that_cannot_be_built_are_named(tmp_path, refused):
-    nowhere = tmp_path / "nowhere"
-    for options, message in (
-        (["--data", "cifar10", "--data-dir", nowhere], r"expected the data in .*labels\.npz.*; see --data-dir"),
-        (["--data", "mnist", "--data-dir", nowhere], "expected the data in .*train-images.*; see --data-dir"),
-        (["--data", "folder", "--data-dir", tmp_path], r"expected images \(\.png "),
-        (["--patch", 3], "patch must divide the image, got patch 3 and image 8 x 8"),
-        (["--blocks", 3], r"blocks\.layers\.0\.self_attn: "),
-    ):
-        assert re.match(f"vit: error: {message}", refused(vit.main, *TINY, *options, "--out", tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
-    few, none = (vit_data.Images(torch.zeros(n, 1, 8, 8), torch.zeros(n)) for n in (1, 0))
-    with pytest.raises(ah.AHopError, match="expected at least 2 training images and 1 test image, got 1 and 0"):
-        vit_batches.ImageBatches(vit_data.ImageSet(few, none, ["a"]), 4, 0, False)
-
-
 def test_a_pickle_with_code_is_refused(tmp_path):
     path = tmp_path / "data_batch_1"
     path.write_bytes(pickle.dumps(os.getcwd))
@@ -157,142 +153,16 @@ def test_a_pickle_with_code_is_refused(tmp_path):
         vit_data.load_plain(path)
 
 
-@pytest.mark.parametrize("made", ["cifar100"], indirect=True)
-def test_a_download_is_unpacked_or_its_failure_named(made, tmp_path, monkeypatch):
-    name, where = made
-    archive = tmp_path / "cifar-100-python.tar.gz"
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.add(where / "cifar-100-python", "cifar-100-python")
-    monkeypatch.setitem(vit_data.SOURCES, name, [archive.as_uri()])
-    target = tmp_path / "fresh"
-    data = vit_data.load(name, target, download=True)
-    assert torch.equal(data.test.images, vit_data.load(name, where).test.images)
-    assert [path.name for path in target.iterdir()] == ["cifar-100-python"]
-    archive.unlink()
-    with pytest.raises(ah.AHopError, match=r"cifar-100-python\.tar\.gz: expected a file to download, got "):
-        vit_data.load(name, tmp_path / "other", download=True)
-    assert not list((tmp_path / "other").iterdir())
-
-
-def test_an_epoch_uses_every_image_once_with_any_number_of_processes():
-    data = vit_data.Images(torch.arange(40, dtype=torch.uint8).reshape(40, 1, 1, 1), torch.arange(40))
-
-    def labels(steps, rank=0, world=1, mirror=None):
-        batches = vit_batches.Batches(data, 8, 3, lambda: steps, rank, world, mirror)
-        return [label.tolist() for _, label in batches]
-
-    first, second = labels(0), labels(5)
-    for batches in (first, second):
-        assert sorted(label for batch in batches for label in batch) == list(range(40))
-    assert first != second  # each epoch has its own order
-    assert labels(7) == second[2:]  # in the middle of the second epoch
-    shares = [labels(0, rank, 2) for rank in range(2)]
-    assert [sorted(a + b) for a, b in zip(*shares, strict=True)] == [sorted(batch) for batch in first]
-    refuses("a multiple of the 3 processes, got 8", labels, 0, 0, 3)
-
-
 def test_augmentation_shifts_and_flips_every_image_independently():
     images = torch.zeros(400, 1, 16, 16, dtype=torch.uint8)
     images[:, :, 8, 5] = 1
-    moved = vit_batches.augment(images, mirror=True)
+    moved = image_model.augment(images, mirror=True)
     assert (moved.sum((1, 2, 3)) == 1).all()
     rows, columns = moved.nonzero()[:, 2:].T
     assert set(rows.tolist()) == set(range(6, 11))
     assert set(columns.tolist()) == set(range(3, 8)) | set(range(8, 13))
-    kept = vit_batches.augment(images, mirror=False).nonzero()[:, 3]
+    kept = image_model.augment(images, mirror=False).nonzero()[:, 3]
     assert set(kept.tolist()) == set(range(3, 8))
-
-
-def weights(path):
-    return torch.load(path, weights_only=True)["state_dict"]
-
-
-@pytest.mark.full
-def test_two_processes_train_like_one(folder):
-    # In float64, because Adam turns the rounding error of a zero gradient into a full step.
-    precise = ["--precision", "64-true"]
-    one = vit.main(on_folder(folder, "one", *precise))
-    command = [sys.executable, "-m", "examples.vit", *on_folder(folder, "two", *precise)]
-    subprocess.run([*command, "--devices", "2", "--strategy", "ddp"], cwd=ROOT, check=True, capture_output=True)
-    two = json.loads((folder / "two" / "results.json").read_text())
-    assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-6)
-    assert two["test_accuracy"] == pytest.approx(one["test_accuracy"])
-    single, double = (weights(folder / name / "best.ckpt") for name in ("one", "two"))
-    torch.manual_seed(0)  # as in the example
-    start = vit_model.VisionTransformer((3, 32, 32), 2, 4, **vit_model.MODELS["tiny"]).embed.weight
-    assert 1e-3 < (single["model.embed.weight"] - start).abs().max() < 0.05  # ten steps of at most 0.003
-    for name, value in single.items():
-        torch.testing.assert_close(double[name], value, rtol=1e-7, atol=1e-9)
-
-
-class Interrupter(vit.Callback):
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == 3:
-            raise RuntimeError("interrupted")
-
-
-def test_an_interrupted_run_resumes_in_the_middle_of_an_epoch(folder, no_pictures):
-    options = ("--augment", "--save-every", "2", "--epochs", "1")
-    with pytest.raises(RuntimeError, match="interrupted"):
-        vit.main(on_folder(folder, "parts", *options), [Interrupter()])
-    resumed = vit.main(on_folder(folder, "parts", *options, "--resume"))  # without --overwrite: its own folder
-    assert resumed == vit.main(on_folder(folder, "whole", *options))
-
-
-def test_maps_show_predictions_and_the_dot_product():
-    model = vit_model.VisionTransformer((1, 4, 4), classes=3, patch=2, depth=2, width=8, heads=2).eval()
-    ah.adapt_(model, blocks=2)
-    images = torch.rand(2, 1, 4, 4)
-    before = list(ah.association_maps(model, images).values())[-1]
-    for part in ah.similarity_parameters(model):
-        torch.nn.init.normal_(part)
-    after = ah.association_maps(model, images).values()
-    *axes, _ = vit_pictures.maps(model, images, [("cat", "cat"), ("cat", "dog")]).axes
-    for place, weights in enumerate([*after, before], 1):
-        for column in range(2):
-            shown = axes[2 * place + column].images[-1].get_array()
-            np.testing.assert_allclose(shown.flatten(), weights[column].mean(0)[0, 1:], rtol=1e-4)
-
-
-def test_conversion_keeps_the_logits(folder, no_pictures):
-    vit.main(on_folder(folder, "dot", "--attention", "dot", "--epochs", "1"))
-    checkpoint, images = folder / "dot" / "best.ckpt", torch.rand(32, 3, 32, 32)
-
-    def block_counts(model):
-        return {w.shape[-1] for name, w in model.named_parameters() if name.endswith("similarity.w")}
-
-    for blocks, count in ((8, 8), (None, 32)):
-        classifier, change = vit.convert(checkpoint, "adaptive", images, blocks=blocks, lr=0.5)
-        assert change < 1e-5 < classifier.model(images).std()
-        assert classifier.training
-        assert classifier.hparams.lr == 0.5
-        assert block_counts(classifier) == {count}
-    tuned = vit.main(on_folder(folder, "tuned", "--convert", str(checkpoint), "--epochs", "1"))
-    assert tuned["logit_change"] < 1e-5
-    restored = vit.Classifier.load_from_checkpoint(folder / "tuned" / "best.ckpt")  # 4 blocks by default
-    assert block_counts(restored) == {4}
-    refuses("dot-product attention, got 'adaptive'", vit.convert, folder / "tuned" / "best.ckpt", "adaptive", images)
-
-
-def test_a_checkpoint_that_cannot_be_converted_is_named(folder, no_pictures, refused):
-    vit.main(on_folder(folder, "run", "--attention", "dot", "--save-every", "5", "--epochs", "1"))
-    path, where = folder / "run" / "last.ckpt", on_folder(folder, "run", "--attention", "dot")
-    content, held = path.read_bytes(), torch.load(path, weights_only=True)
-
-    def is_refused(*options):
-        last = refused(vit.main, *where, *options)
-        assert last.startswith(f"vit: error: expected a checkpoint of this model, got {path} ("), last
-
-    path.write_bytes(content[:-100])
-    is_refused("--convert", path, "--overwrite")
-    torch.save({**held, "hyper_parameters": {**held["hyper_parameters"], "model": {"width": 32}}}, path)
-    is_refused("--convert", path, "--overwrite")
-    assert path.exists()  # --overwrite removes nothing before an error
-    path.write_bytes(content)
-    (folder / "train" / "third").mkdir()
-    is_refused("--resume")  # three classes
-    last = refused(vit.main, *TINY, "--convert", path, "--out", folder / "digits")
-    assert last == "vit: error: images must be (n, *(3, 32, 32)), got (256, 1, 8, 8)"
 
 
 def test_kernels_learn_from_the_separation_loss_alone():
@@ -309,19 +179,6 @@ def test_kernels_learn_from_the_separation_loss_alone():
 
 
 @pytest.mark.full
-def test_demo(tmp_path, no_pictures, monkeypatch, capsys):
-    train, test, *rest = vit_data.digits(tmp_path)
-    fewer = vit_data.ImageSet(train.cut(320)[0], test.cut(64)[0], *rest)
-    monkeypatch.setitem(vit_data.READERS, "digits", lambda _: fewer)
-    monkeypatch.setattr(mil, "draw_digits", lambda bags: Figure())
-    demo.main(["--quick", "--seeds", "1", "--out", str(tmp_path)])
-    shown = capsys.readouterr().out
-    assert "largest change of a logit by conversion" in shown
-    assert shown.count(".png") >= 5
-    assert (tmp_path / "bags" / "lookup-0" / "roc.png").exists()
-
-
-@pytest.mark.full
 def test_throughput_benchmark(tmp_path, capsys):
     small = "throughput --data digits --model tiny --batch 4 --seconds 0.01 --device cpu"
     command = [*small.split(), "--output", str(tmp_path / "images.csv")]
@@ -335,26 +192,25 @@ def test_throughput_benchmark(tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_training_benchmark(folder, capsys):
-    small = ["--data", "folder", "--data-dir", str(folder), "--model", "tiny", "--batch", "4", "--device", "cpu"]
+def test_training_benchmark(tmp_path, capsys):
+    small = ["--data", "digits", "--model", "tiny", "--batch", "256", "--device", "cpu", "--seeds", "1"]
 
     def run(options, *more, output="images.csv"):
-        images.main([*options.split(), *more, "--output", str(folder / output)])
+        images.main([*options.split(), *more, "--output", str(tmp_path / output)])
         return capsys.readouterr().out
 
-    run("paper --epochs 1 --seeds 1 --attentions dot --lr 3e-3 1e-3", *small, output="rates.csv")
-    rates = [row["settings"].rpartition(", lr ")[2] for row in read(folder / "rates.csv")]
+    run("paper --epochs 1 --attentions dot --lr 3e-3 1e-3", *small, output="rates.csv")
+    rates = [row["settings"].rpartition(", lr ")[2] for row in read(tmp_path / "rates.csv")]
     assert rates == ["0.003", "0.001"]
-    assert "would not end" in run("working --epochs 8 --seeds 1 --minutes 0", *small)
-    assert not (folder / "images.csv").exists()
-    run("working --epochs 3 --seeds 1 --attentions dot adaptive", *small)
-    rows = read(folder / "images.csv")
-    clean = {row["attention"]: float(row["value"]) for row in rows if row["measure"] == "accuracy"}
-    assert clean == {"dot": 1.0, "adaptive": 1.0}
-    assert (folder / "images.png").exists()  # beside the rows
-    shown = run("report", "--picture", str(folder / "drawn.svg"))
-    assert "fraction of masked patches" in (folder / "drawn.svg").read_text()
-    assert "| none | **1.0000** | **1.0000** | +0.0000 |" in shown
+    assert "would not end" in run("working --epochs 20 --minutes 0", *small)
+    assert not (tmp_path / "images.csv").exists()
+    run("working --epochs 2 --attentions dot adaptive", *small)
+    rows = read(tmp_path / "images.csv")
+    assert [row["attention"] for row in rows if row["measure"] == "accuracy"] == ["dot", "adaptive"]
+    assert (tmp_path / "images.png").exists()  # beside the rows
+    shown = run("report", "--picture", str(tmp_path / "drawn.svg"))
+    assert "fraction of masked patches" in (tmp_path / "drawn.svg").read_text()
+    assert "| none | " in shown
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -388,7 +244,7 @@ def test_damaged_images_are_as_strong_as_they_say():
 def test_changes_of_an_attention(attention, check):
     data = vit_data.load("digits", Path())
     setup = images_training.Setup("tiny", 1, 8, ("dot",))
-    model, factor = images_training.build(attention, setup, data, vit_batches.channel_scale(data.train.images))
+    model, factor = images_training.build(attention, setup, data, image_model.channel_scale(data.train.images))
     assert factor == 0.1
     layers = [layer for layer in model.modules() if isinstance(layer, ah.AdaptiveAttention)]
     assert len(layers) == (1 if "last=1" in attention else 2)

@@ -8,10 +8,14 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ahop_layers.association import Mask, Padded, associate, combine_masks, dot_product
+from ahop_layers.association import Mask, Padded, associate, combine_masks
 from ahop_layers.errors import AHopError, check_floating, check_probability, check_sizes, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import Associator, BlocksArgument, Init, SimilarityOptions, SimilaritySource
+from ahop_layers.similarity.adaptive import Init
+from ahop_layers.similarity.associator import Associator
+from ahop_layers.similarity.blocks import BlocksArgument
+from ahop_layers.similarity.fixed import dot_product
+from ahop_layers.similarity.options import SimilarityOptions, SimilaritySource
 
 
 def attend_mask(mask: Tensor | None, is_causal: bool) -> Mask | None:
@@ -51,9 +55,9 @@ class Adaptive(Associator):
     def make_adaptive(self, options: SimilarityOptions) -> None:
         """Adds the similarity and the separation, with the device, dtype and training mode of the module."""
         heads, dim = self.head_shape()
-        self._add(options.make_similarity(dim, heads), options.make_separation(heads))
+        self.add_parts(options.make_similarity(dim, heads), options.make_separation(heads))
 
-    def _add(self, similarity: nn.Module, separation: Separation, dtype_source: Tensor | None = None) -> None:
+    def add_parts(self, similarity: nn.Module, separation: Separation, dtype_source: Tensor | None = None) -> None:
         """Adds both; ``dtype_source`` has the device and dtype for a module without parameters."""
         default = torch.empty(0) if dtype_source is None else dtype_source
         own = next((p for p in self.parameters() if p.is_floating_point()), default)
@@ -66,7 +70,7 @@ class Adaptive(Associator):
     ) -> tuple[Tensor, Any]:  # fmt: skip
         """Attends with the module's similarity and separation, and drops weights in training mode.
 
-        Arguments are those of :func:`ahop_layers.association.associate` and :class:`~ahop_layers.association.Padded`.
+        See :func:`ahop_layers.association.associate` and :class:`~ahop_layers.association.Padded` for the arguments.
         Returns the output ``(N, L, H * e)``, and the weights ``(N, H, L, S)`` or, if they are not needed, None.
         """
         output, weights = associate(
@@ -84,8 +88,8 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
     it loads state dicts of ``nn.MultiheadAttention``.
 
     It differs in four ways: the output of a fully masked query is zero instead of NaN; ``is_causal=True`` without
-    ``attn_mask`` applies the causal mask; the two masks may have different dtypes; the returned weights are those
-    before dropout.
+    ``attn_mask`` applies the causal mask; the two masks may have different dtypes; weights are returned before
+    dropout.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: see
@@ -167,8 +171,8 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             mask = (mask or Mask())._replace(causal=True)
         for extra_k, extra_v in self._extra_keys():
+            mask = None if mask is None else mask.grow(q, k)
             k, v = (torch.cat([x, extra.expand(shape[0], -1, -1, -1)], 2) for x, extra in ((k, extra_k), (v, extra_v)))
-            mask = None if mask is None else mask.grow()
         output, weights = self.associate(
             q, k, v, scaling=self.head_dim**-0.5, mask=mask, dropout=self.dropout, need_weights=need_weights
         )

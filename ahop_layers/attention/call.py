@@ -5,12 +5,12 @@ mode computes ``scaled_dot_product_attention``, or the product of queries and ke
 with the learned similarity.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -18,7 +18,7 @@ from ahop_layers.association import Padded, associate
 from ahop_layers.attention.adaptive import Adaptive, attend_mask
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import SimilarityList, SimilarityOptions
+from ahop_layers.similarity.associator import SimilarityList
 
 SDPA = functional.scaled_dot_product_attention
 MATRIX_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
@@ -56,19 +56,8 @@ class CallAttention(Adaptive):
     _ahop_sites: tuple[Site, ...]
     _ahop_products: int | None  # number of products in one forward; None without attention written by hand
 
-    def head_shapes(self) -> list[tuple[int | None, int]]:
-        """Returns the number and dimension of the heads of each similarity."""
-        return list(dict.fromkeys(site.shape for site in self._ahop_sites))
-
-    def make_adaptive(self, options: SimilarityOptions, dtype_source: Tensor | None = None) -> None:
-        """Adds a similarity for each shape of heads, and the separation; see :meth:`Adaptive.make_adaptive`."""
-        shapes = self.head_shapes()
-        parts = SimilarityList(options.copied().make_similarity(dim, heads) for heads, dim in shapes)
-        separation = options.make_separation(shapes[0][0] if len(shapes) == 1 else None)
-        self._add(parts[0] if len(parts) == 1 else parts, separation, dtype_source)
-
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """Calls the original ``forward``; raises an AHopError if it attends at other sites than those it has."""
+        """Calls the original ``forward``; raises an AHopError if it attends at other sites than the known ones."""
         calls = _Calls(self)
         with calls:  # compilers do not know the result of entering it
             output = super().forward(*args, **keywords)
@@ -77,8 +66,10 @@ class CallAttention(Adaptive):
 
     def similarity_of(self, site: Site) -> Any:
         """Returns the similarity of a site."""
-        parts = self.similarity
-        return parts[self.head_shapes().index(site.shape)] if isinstance(parts, SimilarityList) else parts
+        if not isinstance(self.similarity, SimilarityList):
+            return self.similarity
+        shapes = list(dict.fromkeys(each.shape for each in self._ahop_sites))
+        return self.similarity[shapes.index(site.shape)]
 
 
 class _Calls(TorchFunctionMode):
@@ -88,7 +79,7 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.module, self.products = module, 0
         self.reached: list[Site] = []
-        self.differentiates = torch.is_grad_enabled()
+        self.recording = _recording()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -113,12 +104,17 @@ class _Calls(TorchFunctionMode):
 
     def _reach(self, product: int | None, query: Tensor, what: str) -> Site:
         """Returns the site that a call belongs to, and records that it was reached."""
-        for site in self.module._ahop_sites:
-            if site.product == product and site.fits(query):
-                self.reached.append(site)
-                self._refuse_checkpoint()
-                return site
-        raise self._unexpected(f"{what} {describe(query)}")
+        site = next((each for each in self.module._ahop_sites if each.product == product and each.fits(query)), None)
+        if site is None:
+            raise self._unexpected(f"{what} {describe(query)}")
+        # This mode is not active when a checkpoint inside the module recomputes the call.
+        if self.recording is not None and _recording() != self.recording:
+            raise AHopError(
+                f"{type(self.module).__name__} uses gradient checkpointing inside its forward, which recomputes its"
+                " attention without the similarity: turn it off, and apply the checkpoint to the whole module"
+            )
+        self.reached.append(site)
+        return site
 
     def check(self) -> None:
         """Raises unless every site was reached."""
@@ -137,21 +133,16 @@ class _Calls(TorchFunctionMode):
             " with an example that attends as this call does"
         )
 
-    def _refuse_checkpoint(self) -> None:
-        """Raises if the call is inside a checkpoint within the module, whose recomputation this mode does not see."""
-        if not self.differentiates or torch.compiler.is_compiling():
-            return
-        frame = sys._getframe(2)
-        while frame is not None and frame.f_code is not _FORWARD:
-            if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-                raise AHopError(
-                    f"{type(self.module).__name__} uses gradient checkpointing inside its forward, which recomputes its"
-                    " attention without the similarity: turn it off, and apply the checkpoint to the whole module"
-                )
-            frame = frame.f_back  # type: ignore[assignment]
 
-
-_FORWARD = CallAttention.forward.__code__
+def _recording() -> str | None:
+    """Returns how autograd records: a reentrant checkpoint disables it, the other one hooks into saved tensors."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    try:
+        with disable_saved_tensors_hooks("there are hooks"):  # raised on entry
+            return "plain"
+    except RuntimeError:
+        return "with hooks"
 
 
 def similarity_attention(

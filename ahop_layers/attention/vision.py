@@ -1,7 +1,7 @@
 """Adaptive forms of the attention modules of timm and transformers.
 
-:mod:`ahop_layers.convert` combines each class of this file with the class that it makes adaptive: the submodules and
-parameters are those of the original class, ``forward`` is defined here. Neither library is imported.
+:mod:`ahop_layers.convert` combines each class of this file with the class that it makes adaptive: the original class
+has the submodules and parameters, ``forward`` is defined here. Neither library is imported.
 """
 
 from typing import Any

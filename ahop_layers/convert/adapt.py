@@ -8,29 +8,22 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ahop_layers.convert.class_swap import has_swapped_class, original_class, restore_class_
+from ahop_layers.convert.class_swap import original_class, restore_class_
 from ahop_layers.convert.copies import find_copies
-from ahop_layers.convert.find import Found, find_attention
+from ahop_layers.convert.find import find_attention
 from ahop_layers.convert.registry import Converter
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.hopfield.adaptive import make_plain
 from ahop_layers.ops.gpu.layout import comparators
 from ahop_layers.ops.operators import is_compiled
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import (
-    AdaptiveSimilarity,
-    BlocksArgument,
-    Init,
-    LazyAdaptiveSimilarity,
-    SimilarityOptions,
-    SimilaritySource,
-    named_similarities,
-    similarity_parameters,
-)
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Init
+from ahop_layers.similarity.associator import SimilarityList, similarity_parameters
+from ahop_layers.similarity.blocks import BlocksArgument
+from ahop_layers.similarity.options import LazyAdaptiveSimilarity, SimilarityOptions, SimilaritySource
 
 Where = Callable[[str, nn.Module], bool] | str | Iterable[str]
 """Selects modules: a function of name and module, or one or several name patterns such as ``"encoder.*"``."""
@@ -47,21 +40,18 @@ class Report:
     Attributes:
         adapted: original class of each adapted module, by name.
         passed_over: reason why an attention module was not adapted, by name.
-        new_parameters: number of elements of the new similarities' parameters, without those of unknown shape.
+        new_parameters: number of elements of the new similarities' parameters of known shape.
         dry_run: whether :func:`adapt_` changed nothing.
         comparisons: number of comparisons that sort the similarities of one query-key pair, summed over bases, heads
-            and layers: the comparators of Batcher's sorting network. Similarities of another class or of unknown
-            dimension do not count.
+            and layers: the comparators of Batcher's sorting network, for each AdaptiveSimilarity of known dimension.
         comparisons_with_4_blocks: the same with ``blocks=4`` in place of full footprints. None if there are no full
             footprints, or if 4 does not divide the dimension of a head.
         how: how the attention of each adapted module is replaced, by name: by a ``"converter"``, or in the module's own
             ``forward``, where it calls ``"scaled_dot_product_attention"`` or computes scores ``"by hand"``.
 
-    >>> report = Report({"blocks.0.attn": "Attention"}, {}, 96, comparisons=3258, comparisons_with_4_blocks=30)
-    >>> print(report)
+    >>> print(Report({"blocks.0.attn": "Attention"}, {}, 96))
     adapted 1 of 1 attention modules; 96 new parameters
     blocks.0.attn  adapted Attention
-    sorting takes 3,258 comparisons for each query-key pair, summed over heads and layers; blocks=4 would take 30
     """
 
     adapted: dict[str, str] = field(default_factory=dict)
@@ -120,8 +110,8 @@ def adapt_(
     adapted layer does not.
 
     Call it before the model is compiled or wrapped for data-parallel training: wrappers do not synchronize the
-    gradients of parameters that are added later. A compiled or wrapped model is refused; a wrapper around ``model``
-    cannot be detected from the inside, so do not call ``adapt_(ddp.module)``.
+    gradients of parameters that are added later. A compiled or wrapped model is refused, but do not call
+    ``adapt_(ddp.module)``: a wrapper around ``model`` cannot be detected.
 
     Args:
         model: any module, also an attention module itself.
@@ -130,17 +120,17 @@ def adapt_(
             and dimension of their heads. An adapted module raises an ``AHopError`` if it attends differently later.
             None adapts known classes only.
         by_hand: also adapt modules that compute scores by a product of queries and keys that reaches a softmax in the
-            same module, such as those of Swin. All else, such as a position bias, remains. Needs ``example``.
+            same module, as in Swin. All else, such as a position bias, remains. Needs ``example``.
         where: which modules to adapt: a function of name and module, or one or several name patterns such as
             ``"encoder.*"``. None selects all.
-        last: adapt only those selected modules that are in the last ``last`` blocks.
-        freeze_rest: set ``requires_grad=False`` for all parameters except those of the similarities.
+        last: adapt only the selected modules that are in the last ``last`` layers of the model.
+        freeze_rest: set ``requires_grad=False`` for all parameters outside the similarities.
         dry_run: only check the arguments and report what would be adapted.
         like: a class of hflayers; modules with its parts that ``where`` selects are copies of it. Without it, copies
             are recognized by their parts, and one call of each checks that it computes the same weights, with softmax,
             sparsemax or entmax15, which is kept unless ``separation`` is given.
         bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`; None means its default. An integer
-            number of blocks is that of one head.
+            is the number of blocks of one head.
         separation: the name of a separation, or a :class:`~ahop_layers.Separation`, which is copied for each layer.
             None keeps the separation of a Hopfield layer and means softmax for attention. Must be None for modules that
             are adapted with ``by_hand``, which keep their own softmax.
@@ -157,12 +147,12 @@ def adapt_(
     >>> print(ah.adapt_(model, last=1))
     adapted 1 of 2 attention modules; 36 new parameters
     layers.1.self_attn  adapted MultiheadAttention
-    layers.0.self_attn  passed over: not in the last 1 blocks
+    layers.0.self_attn  passed over: not in the last 1 layers
     sorting takes 76 comparisons for each query-key pair, summed over heads and layers; blocks=4 would take 20
     """
     check_module(model=model)
     check_given_sizes(last=last)
-    before = next(iter(adapted_modules(model)), None)
+    before = next(iter(_adapted_modules(model)), None)
     if before is not None:
         raise AHopError(f"model must not be adapted yet, got one with {before or 'itself'} adapted; see revert_")
     _check_not_wrapped(model)
@@ -175,39 +165,40 @@ def adapt_(
         reasons = {reason: name or "the model" for name, reason in reversed(passed.items())}
         seen = "; ".join(f"{name} passed over: {reason}" for reason, name in reversed(reasons.items()))
         raise AHopError(f"expected a model with attention to adapt, got {type(model).__name__} with {seen or 'none'}")
-    planned = [part for name, (module, found) in chosen.items() for part in _plan(name, module, found, options)]
+    if dry_run and callable(similarity) and not isinstance(similarity, nn.Module):
+        options = replace(options, similarity=lambda dim, num_heads: nn.Identity())  # a factory is not called
+    built = {name: _build(name, module, converter, options) for name, (module, converter) in chosen.items()}
     adapted = {name: type(module).__name__ for name, (module, _) in chosen.items()}
-    how = {name: found.how for name, (_, found) in chosen.items()}
+    how = {name: converter.how for name, (_, converter) in chosen.items()}
+    comparisons = _count_comparisons([each.similarity for each in built.values()])
     if dry_run:
-        return Report(adapted, passed, 0, True, *_count_comparisons(planned), how)
+        return Report(adapted, passed, 0, True, *comparisons, how)
     try:
-        for name, (module, found) in chosen.items():
-            with naming(name):
-                found.convert(module, options.copied())
+        for name, (module, converter) in chosen.items():
+            with _naming(name):
+                converter.convert(module, built[name])
     except BaseException:
-        for module in adapted_modules(model).values():
+        for module in _adapted_modules(model).values():
             restore_class_(module)
         raise
     if freeze_rest:
         _freeze_rest(model)
-    exempt_from_decay(model)
+    _exempt_from_decay(model)
     _warn_about_peft(model)
-    modules = [module for module, _ in chosen.values()]
-    new = {id(p): p.numel() for module in modules for p in similarity_parameters(module) if not is_lazy(p)}
-    similarities = [part for module in modules for part in named_similarities(module).values()]
-    return Report(adapted, passed, sum(new.values()), False, *_count_comparisons(similarities), how)
+    new = {id(p): p.numel() for module, _ in chosen.values() for p in similarity_parameters(module) if not is_lazy(p)}
+    return Report(adapted, passed, sum(new.values()), False, *comparisons, how)
 
 
-def _count_comparisons(similarities: Iterable[nn.Module]) -> tuple[int, int | None]:
+def _count_comparisons(similarities: Iterable[Any]) -> tuple[int, int | None]:
     """Returns ``comparisons`` and ``comparisons_with_4_blocks`` of a :class:`Report`."""
     total, fewer, full = 0, 0, []
-    for part in similarities:
+    for part in (part for each in similarities if isinstance(each, nn.Module) for part in each.modules()):
         if isinstance(part, AdaptiveSimilarity) and not isinstance(part, LazyAdaptiveSimilarity):
             copies = len(part.bases) * (part.num_heads or 1)
-            for n in (entry.count(part.dim) for entry in part.blocks):
-                total += copies * comparators(n)
-                fewer += copies * comparators(4 if n == part.dim else n)
-                full += [n] if n == part.dim else []
+            n = part.w.shape[-1]
+            total += copies * comparators(n)
+            fewer += copies * comparators(4 if n == part.dim else n)
+            full += [n] if n == part.dim else []
     return total, fewer if full and all(n > 4 and n % 4 == 0 for n in full) else None
 
 
@@ -220,15 +211,13 @@ def _check_not_wrapped(model: nn.Module) -> None:
         sharded = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters(recurse=False))
         found += ["sharded, with DTensor parameters"] if sharded else []
         if found:
-            place = f"a model whose {name} is" if name else "a model that is"
-            raise AHopError(
-                f"model must be neither wrapped nor compiled yet, got {place} {found[0]}; call adapt_ first, and wrap"
-                " or compile the adapted model"
-            )
+            got = f"a model whose {name} is {found[0]}" if name else f"a model that is {found[0]}"
+            rule = "model must be neither wrapped nor compiled yet"
+            raise AHopError(f"{rule}, got {got}; call adapt_ first, and wrap or compile the adapted model")
 
 
 def _choose(
-    found: Found, selected: Callable[[str, nn.Module], bool], last: int | None
+    found: dict[str, tuple[nn.Module, Converter | str]], selected: Callable[[str, nn.Module], bool], last: int | None
 ) -> tuple[dict[str, tuple[nn.Module, Converter]], dict[str, str]]:
     """Returns the modules to adapt with their converters, and the reasons why others are passed over, by name."""
     chosen, passed = {}, {}
@@ -240,34 +229,36 @@ def _choose(
         else:
             chosen[name] = (module, converter)
     if last is not None:
-        blocks = list(dict.fromkeys(map(_block, chosen)))[-last:]
-        for name in [name for name in chosen if _block(name) not in blocks]:
+        layers = list(dict.fromkeys(map(_layer, chosen)))[-last:]
+        for name in [name for name in chosen if _layer(name) not in layers]:
             del chosen[name]
-            passed[name] = f"not in the last {last} blocks"
+            passed[name] = f"not in the last {last} layers"
     return chosen, passed
 
 
-def _block(name: str) -> str:
-    """Returns the block of a module: its name up to the last number in it, or the whole name."""
+def _layer(name: str) -> str:
+    """Returns the layer of a module: its name up to the last number in it, or the whole name."""
     numbered = re.match(r"(?:.*[._])?\d+(?=\.|$)", name)
     return numbered.group() if numbered else name
 
 
-def _plan(name: str, module: nn.Module, converter: Converter, options: SimilarityOptions) -> list[nn.Module]:
-    """Returns the similarities of a module on the meta device, without calling a factory; raises if they do not fit."""
-    if options.separation is not None and converter.how == "by hand":
-        raise AHopError(f"{name}: separation must be None for attention by hand, got {options.separation!r}")
-    if callable(options.similarity) and not isinstance(options.similarity, nn.Module):
-        options = replace(options, similarity=lambda dim, num_heads: nn.Identity())
-    with naming(name), torch.device("meta"):
-        shapes = converter.head_shapes(module)
-        for heads, _ in shapes:
-            options.make_separation(heads)
-        return [options.make_similarity(dim, heads) for heads, dim in shapes]
+def _build(name: str, module: nn.Module, converter: Converter, options: SimilarityOptions) -> SimilarityOptions:
+    """Returns options with the similarity and the separation of one module; raises if they do not fit."""
+    with _naming(name):
+        if options.separation is not None and converter.how == "by hand":
+            raise AHopError(f"separation must be None for attention by hand, got {options.separation!r}")
+        shapes, copied = converter.head_shapes(module), options.copied()
+        if not shapes:
+            return copied
+        parts = [options.copied().make_similarity(dim, heads) for heads, dim in shapes]
+        similarity = parts[0] if len(parts) == 1 else SimilarityList(parts)
+        heads = shapes[0][0] if len(shapes) == 1 else None
+        separation = None if options.separation is None else copied.make_separation(heads)
+        return SimilarityOptions(separation=separation, similarity=similarity)
 
 
 @contextmanager
-def naming(name: str) -> Iterator[None]:
+def _naming(name: str) -> Iterator[None]:
     """Prefixes an AHopError with the name of a module."""
     try:
         yield
@@ -289,9 +280,10 @@ def revert_(model: nn.Module) -> list[str]:
     (Report(...), [''], 'MultiheadAttention')
     """
     check_module(model=model)
-    adapted = adapted_modules(model)
+    adapted = _adapted_modules(model)
     for name, module in adapted.items():
-        if not has_swapped_class(module):
+        original: Any = original_class(module)
+        if original.swapped != type(module).__name__:  # parametrizations set another class
             got = f"{type(module).__name__} for {name!r}"
             raise AHopError(f"modules must have the classes that adapt_ set, got {got}: undo later changes first")
     for module in adapted.values():
@@ -303,16 +295,11 @@ def revert_(model: nn.Module) -> list[str]:
         vars(model).update(exempt.replaced)
     if not _unfreeze(model) and not adapted:
         raise AHopError(f"model must be adapted, got {type(model).__name__} without adapted modules")
-    return list(outermost(adapted))
+    inside = {part for module in adapted.values() for part in module.modules() if part is not module}
+    return [name for name, module in adapted.items() if module not in inside]
 
 
-def outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Returns those modules that are in no other one."""
-    inside = {part for module in modules.values() for part in module.modules() if part is not module}
-    return {name: module for name, module in modules.items() if module not in inside}
-
-
-def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
+def _adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Finds the modules whose class was swapped, by name."""
     return {name: module for name, module in model.named_modules() if original_class(module) is not None}
 
@@ -327,7 +314,7 @@ class _Exempt(NamedTuple):
         return set(self.names)
 
 
-def exempt_from_decay(model: nn.Module) -> None:
+def _exempt_from_decay(model: nn.Module) -> None:
     """Adds the similarities to what ``model.no_weight_decay()`` returns, which optimizers of timm ask for."""
     similarity = {id(parameter) for parameter in similarity_parameters(model)}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in similarity}

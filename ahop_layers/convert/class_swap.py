@@ -12,15 +12,12 @@ from torch import nn
 
 
 class OriginalClass(NamedTuple):
-    """The original class of a module, and the original values of the attributes that the conversion sets.
-
-    ``swapped`` is the name of the class that replaced it.
-    """
+    """The original class of a module, and the original values of the attributes that the conversion sets."""
 
     source: type[nn.Module]
     names: tuple[str, ...]
     values: dict[str, Any]
-    swapped: str
+    swapped: str  # name of the class that replaced it
 
 
 # Weak values, so that a class that is adapted can be freed. A combined class keeps its two bases, and thus their ids.
@@ -64,15 +61,9 @@ def swap_class_(module: nn.Module, adaptive: Any, *names: str) -> None:
     module.__class__ = kind
 
 
-def original_class(module: nn.Module) -> type[nn.Module] | None:
+def original_class(module: nn.Module) -> OriginalClass | None:
     """Returns the original class of a module whose class was swapped, or None."""
-    original: OriginalClass | None = vars(module).get("_ahop_original")
-    return None if original is None else original.source
-
-
-def has_swapped_class(module: nn.Module) -> bool:
-    """Returns whether a module whose class was swapped has that class, and not one that something else set later."""
-    return bool(vars(module)["_ahop_original"].swapped == type(module).__name__)
+    return vars(module).get("_ahop_original")
 
 
 def restore_class_(module: nn.Module) -> None:

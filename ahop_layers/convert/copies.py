@@ -1,4 +1,4 @@
-"""Copies of hflayers under other module names: recognized by their parts, and checked by one call."""
+"""Copies of hflayers under other module names: recognized by their attributes, and checked by one call."""
 
 import inspect
 from collections.abc import Callable
@@ -7,23 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.convert.discover import in_eval_mode
+from ahop_layers.convert.find import in_eval_mode
 from ahop_layers.convert.registry import ADAPTIVE_LAYERS, CONVERTERS, Converter, full_name
 from ahop_layers.errors import AHopError
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import SimilarityOptions
+from ahop_layers.similarity.options import SimilarityOptions
 
-_CALL = {"input", "stored_pattern_padding_mask", "association_mask"}
-_HOPFIELD = ("association_activation", "norm_stored_pattern", "norm_state_pattern", "norm_pattern_projection",
-             "scaling", "batch_first", "input_size", "update_steps_max", "update_steps_eps",
-             "get_association_matrix")  # fmt: skip
-_CORE = ("embed_dim", "kdim", "vdim", "head_dim", "pattern_dim", "out_dim", "num_heads", "dropout", "query_as_static",
-         "key_as_static", "value_as_static", "value_as_connected", "normalize_pattern", "normalize_pattern_affine",
-         "add_zero_attn", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias",
-         "out_proj", "bias_k", "bias_v", "p_norm_weight", "p_norm_bias")  # fmt: skip
+_FORWARD_ARGUMENTS = {"input", "stored_pattern_padding_mask", "association_mask"}
+_HOPFIELD_ATTRIBUTES = (
+    "association_activation", "norm_stored_pattern", "norm_state_pattern", "norm_pattern_projection", "scaling",
+    "batch_first", "input_size", "update_steps_max", "update_steps_eps", "get_association_matrix",
+)  # fmt: skip
+_CORE_ATTRIBUTES = (
+    "embed_dim", "kdim", "vdim", "head_dim", "pattern_dim", "out_dim", "num_heads", "dropout", "query_as_static",
+    "key_as_static", "value_as_static", "value_as_connected", "normalize_pattern", "normalize_pattern_affine",
+    "add_zero_attn", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "out_proj",
+    "bias_k", "bias_v", "p_norm_weight", "p_norm_bias",
+)  # fmt: skip
+_LEARNED = {"lookup_weights": "HopfieldLayer", "pooling_weights": "HopfieldPooling"}  # by their learned patterns
 _SEPARATIONS = ("softmax", "sparsemax", "entmax15")
-# An adaptive layer derives from our plain one, and from that of hflayers if it is installed.
-_KINDS = {kind.__name__.removeprefix("Adaptive"): kind.__mro__ for kind in ADAPTIVE_LAYERS[1:]}
 
 
 def find_copies(
@@ -31,18 +33,20 @@ def find_copies(
 ) -> dict[nn.Module, Converter]:
     """Returns the converters of the modules that are copies of a layer of hflayers.
 
-    With ``like``, a class of hflayers or of this package, those that ``selected`` chooses are converted unchecked.
+    With ``like``, a class of hflayers or of this package, the modules that ``selected`` chooses are not checked.
     """
-    told = getattr(like, "__name__", "").removeprefix("Adaptive")
-    if like is not None and like not in _KINDS.get(told, ()):
+    given = getattr(like, "__name__", "").removeprefix("Adaptive")
+    # An adaptive layer derives from the plain layer of this package, and from hflayers' own if it is installed.
+    kinds = {kind.__name__: kind.__mro__ for kind in ADAPTIVE_LAYERS[1:]}
+    if like is not None and like not in kinds.get(f"Adaptive{given}", ()):
         raise AHopError(f"like must be Hopfield, HopfieldLayer or HopfieldPooling, got {like!r}")
     if like is not None and selected is None:
         raise AHopError("like needs where, which chooses the modules that are copies of it, got where=None")
     copies = {}
     for name, module in model.named_modules():
-        if told and selected and selected(name, module):
-            if _core(module, told) is not None:
-                copies[module] = CONVERTERS[f"hflayers.{told}"]
+        if like is not None and selected is not None and selected(name, module):
+            if _core(module, given) is not None:
+                copies[module] = CONVERTERS[f"hflayers.{given}"]
         elif not any(full_name(base) in CONVERTERS for base in type(module).__mro__):
             kind = _kind(module)
             if kind is not None:
@@ -57,14 +61,14 @@ def _core(module: nn.Module, kind: str) -> nn.Module | None:
 
 
 def _kind(module: nn.Module) -> str | None:
-    """Returns the class of hflayers that a module has the parts and the call of, or None."""
-    learned = dict(module.named_parameters(recurse=False))
-    outer = {"lookup_weights": "HopfieldLayer", "pooling_weights": "HopfieldPooling"}
-    hopfield = getattr(module, "hopfield", module)
-    kind = "Hopfield" if hopfield is module else next((kind for name, kind in outer.items() if name in learned), None)
+    """Returns the name of the class of hflayers whose attributes and arguments a module has, or None."""
+    hopfield, parameters = getattr(module, "hopfield", module), dict(module.named_parameters(recurse=False))
+    outer = next((kind for name, kind in _LEARNED.items() if name in parameters), None)
+    kind = "Hopfield" if hopfield is module else outer
     core = None if kind is None else _core(module, kind)
-    has_parts = all(hasattr(hopfield, name) for name in _HOPFIELD) and all(hasattr(core, name) for name in _CORE)
-    return kind if has_parts and set(inspect.signature(module.forward).parameters) == _CALL else None
+    expected = ((hopfield, _HOPFIELD_ATTRIBUTES), (core, _CORE_ATTRIBUTES))
+    fits = all(hasattr(part, name) for part, names in expected for name in names)
+    return kind if fits and set(inspect.signature(module.forward).parameters) == _FORWARD_ARGUMENTS else None
 
 
 def _checked(converter: Converter) -> Converter:

@@ -13,23 +13,19 @@ from ahop_layers.errors import AHopError
 from ahop_layers.hopfield.adaptive import head_shape
 from ahop_layers.hopfield.core import AssociationCore
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import SimilarityOptions
+from ahop_layers.similarity.options import SimilarityOptions
 
 
 def full_name(kind: type) -> str:
-    """Returns the name of a class with that of its module."""
+    """Returns the name of a class, prefixed with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 class Converter(NamedTuple):
-    """How to make the modules of a class adaptive.
-
-    ``head_shapes`` returns the number of heads and the dimension of one head for each similarity of a module, without
-    those that are unknown.
-    """
+    """How to make the modules of a class adaptive."""
 
     convert: Callable[[Any, SimilarityOptions], None]  # converts a module in place
-    head_shapes: Callable[[Any], Sequence[tuple[int | None, int | None]]]
+    head_shapes: Callable[[Any], Sequence[tuple[int | None, int | None]]]  # heads and dimension of each similarity
     how: str = "converter"  # attention is replaced by its forward, or within the forward of the module
 
 
@@ -66,11 +62,8 @@ def _adapt_hopfield(hopfield: Any, options: SimilarityOptions, learned: bool = F
     hopfield.make_adaptive(options, learned)
 
 
-def _shapes_of_hopfield(hopfield: Any, learned: bool = False) -> list[tuple[int, int | None]]:
+def _hopfield_shapes(hopfield: Any, learned: bool = False) -> list[tuple[int, int | None]]:
     return [head_shape(hopfield.association_core, hopfield.input_size, learned)]
-
-
-_hopfield = Converter(_adapt_hopfield, _shapes_of_hopfield)
 
 
 def _around(adaptive: type[nn.Module]) -> Converter:
@@ -80,9 +73,10 @@ def _around(adaptive: type[nn.Module]) -> Converter:
         _adapt_hopfield(layer.hopfield, options, learned=True)
         swap_class_(layer, adaptive)
 
-    return Converter(convert, lambda layer: _shapes_of_hopfield(layer.hopfield, learned=True))
+    return Converter(convert, lambda layer: _hopfield_shapes(layer.hopfield, learned=True))
 
 
+_hopfield = Converter(_adapt_hopfield, _hopfield_shapes)
 _vit, _vit_before_5 = _attention(vision.ViTAttention), _attention(vision.ViTSelfAttention)
 _timm, _clip = _attention(vision.TimmAttention), _attention(vision.CLIPAttention)
 _layer, _pooling = _around(layers.AdaptiveHopfieldLayer), _around(layers.AdaptiveHopfieldPooling)

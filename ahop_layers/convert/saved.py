@@ -1,35 +1,19 @@
-"""Saved models: similarities alone, and adapted models in the format of transformers, the hub or timm."""
+"""save_similarities and load_similarities: the similarities of a model in a file of their own."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ahop_layers import files
-from ahop_layers.convert.adapt import adapted_modules, exempt_from_decay, naming, outermost
 from ahop_layers.convert.class_swap import original_class
-from ahop_layers.convert.copies import find_copies
-from ahop_layers.convert.find import call_converter
-from ahop_layers.convert.registry import Converter, converter_for, full_name
+from ahop_layers.convert.registry import full_name
 from ahop_layers.errors import AHopError, check_module
-from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import (
-    AdaptiveSimilarity,
-    Associator,
-    SimilarityOptions,
-    SimilaritySource,
-    check_state,
-    named_similarities,
-)
-from ahop_layers.similarity.blocks import Blocks
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, check_state
+from ahop_layers.similarity.associator import Associator, named_similarities
 
 _KEY = "ahop_layers.similarities"
-WEIGHTS, SIMILARITIES, ADAPTED = "model.safetensors", "similarities.safetensors", "adapted.json"
-VERSION = 1
 
 
 def save_similarities(model: nn.Module, path: str | Path) -> None:
@@ -50,7 +34,7 @@ def save_similarities(model: nn.Module, path: str | Path) -> None:
     >>> models[1].self_attn.similarity.w.unique()
     tensor([0.5000], grad_fn=<Unique2Backward0>)
     """
-    parts = similarity_parts(model)
+    parts = _learned_parts(model)
     files.write(files.as_path(path), _KEY, _state(parts), _describe(model, parts))
 
 
@@ -65,7 +49,7 @@ def load_similarities(model: nn.Module, path: str | Path) -> None:
     ...     ah.save_similarities(ah.AdaptiveAttention(8, 2), f"{folder}/weights.safetensors")
     ...     ah.load_similarities(ah.AdaptiveAttention(8, 2), f"{folder}/weights.safetensors")
     """
-    parts = similarity_parts(model)
+    parts = _learned_parts(model)
     tensors, saved = files.read(files.as_path(path), _KEY, "save_similarities")
     own = _describe(model, parts)
     for name in {**saved, **own}:
@@ -88,7 +72,7 @@ def load_similarities(model: nn.Module, path: str | Path) -> None:
         part.load_state_dict({key: tensors[_join(name, key)] for key in part.state_dict()})
 
 
-def similarity_parts(model: nn.Module) -> dict[str, nn.Module]:
+def _learned_parts(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the similarities and the separations with parameters, by name."""
     check_module(model=model)
     parts = named_similarities(model)
@@ -112,182 +96,15 @@ def _join(name: str, key: str) -> str:
 
 
 def _describe(model: nn.Module, parts: dict[str, nn.Module]) -> dict[str, dict[str, Any]]:
-    """Returns what each part belongs to, as values of JSON."""
+    """Returns the layer, the class and the options of each part, as values of JSON."""
     owners = [layer for layer in model.modules() if isinstance(layer, Associator)]
-    layers = {id(part): full_name(original_class(owner) or type(owner)) for owner in owners for part in owner.modules()}
+    kinds = {owner: original_class(owner) for owner in owners}
+    names = {owner: full_name(type(owner) if kind is None else kind.source) for owner, kind in kinds.items()}
+    layers = {id(part): names[owner] for owner in owners for part in owner.modules()}
     described: dict[str, dict[str, Any]] = {}
     for name, part in parts.items():
         described[name] = {"layer": layers.get(id(part)), "class": full_name(type(part))}
         if isinstance(part, AdaptiveSimilarity):
             described[name] |= {"dim": part.dim, "num_heads": part.num_heads, "bases": part.base_names()}
-            described[name]["blocks"] = [entry.short() for entry in part.blocks]
+            described[name]["blocks"] = part.blocks.short()
     return described
-
-
-def save_adapted(model: nn.Module, folder: str | Path) -> None:
-    """Saves an adapted model in a folder, from which :func:`load_adapted` makes it again.
-
-    The folder has the files of the original model, without the similarities: those of its ``save_pretrained``, if it
-    has one, as models of transformers and of ``PyTorchModelHubMixin`` do, else ``model.safetensors``. Libraries that do
-    not know this package load it as the original model. Two files are added: ``similarities.safetensors``, as
-    :func:`save_similarities` writes it, and ``adapted.json``, which says how each module was adapted.
-
-    Args:
-        model: a model after :func:`adapt_`, or one that was built with adaptive layers.
-        folder: the folder to write to, which is created if it does not exist.
-
-    Raises:
-        AHopError: ``model`` has no similarity, or safetensors is not installed.
-
-    >>> import tempfile, ahop_layers as ah
-    >>> def build():
-    ...     return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
-    >>> model, x = build(), torch.randn(1, 5, 16)
-    >>> report = ah.adapt_(model, blocks=4)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     ah.save_adapted(model, folder)
-    ...     loaded = ah.load_adapted(folder, build)
-    >>> loaded.self_attn.similarity
-    AdaptiveSimilarity(8, num_heads=2, bases=('dis', 'dot'), init='dot', debias=False, blocks=4)
-    >>> torch.equal(loaded(x), model(x))
-    True
-    """
-    parts, adapted, folder = similarity_parts(model), outermost(adapted_modules(model)), files.as_path(folder)
-    modules = {name: _how_adapted(module) for name, module in adapted.items()}
-    added = {part for module in adapted.values() for part in module.modules()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise AHopError(f"folder must be one that can be written, got {str(folder)!r}: {error}") from error
-    save_similarities(model, folder / SIMILARITIES)
-    with _without(model, [name for name, part in parts.items() if part in added]):
-        save: Any = getattr(model, "save_pretrained", None)
-        if save is not None:
-            save(folder)
-        else:
-            from safetensors.torch import save_model
-
-            with files.replacing(folder / WEIGHTS) as part:
-                save_model(model, str(part))
-    with files.replacing(folder / ADAPTED) as part:
-        part.write_text(json.dumps({"version": VERSION, "modules": modules}, indent=2) + "\n")
-
-
-def load_adapted(
-    folder: str | Path, cls: Callable[..., nn.Module], *, similarity: SimilaritySource | None = None, **keywords: Any
-) -> nn.Module:
-    """Loads a model that :func:`save_adapted` saved.
-
-    Args:
-        folder: the folder. For a repository of the hub, that is the result of ``huggingface_hub.snapshot_download``.
-        cls: a class with ``from_pretrained``, such as ``AutoModelForImageClassification``; else a class or function
-            that builds the original model, such as ``lambda: timm.create_model("vit_tiny_patch16_224")``.
-        similarity: for modules that were adapted with a similarity of your own, that module or factory, as for
-            :func:`adapt_`.
-        keywords: further arguments of ``cls.from_pretrained``, or of ``cls``.
-
-    Raises:
-        AHopError: the folder has no adapted model, or the model that ``cls`` builds does not fit it.
-
-    >>> import tempfile, ahop_layers as ah
-    >>> model = nn.MultiheadAttention(8, 2)
-    >>> report = ah.adapt_(model, blocks=2)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     ah.save_adapted(model, folder)
-    ...     ah.load_adapted(folder, nn.MultiheadAttention, embed_dim=8, num_heads=2).similarity
-    AdaptiveSimilarity(4, num_heads=2, bases=('dis', 'dot'), init='dot', debias=False, blocks=2)
-    """
-    modules = _read(files.as_path(folder))
-    build = getattr(cls, "from_pretrained", None)
-    model = cls(**keywords) if build is None else build(folder, **keywords)
-    if build is None:
-        import safetensors
-        from safetensors.torch import load_model
-
-        path = str(Path(folder) / WEIGHTS)
-        try:
-            load_model(model, path)
-        except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-            raise AHopError(f"{path!r} must be the weights of the model, got another file: {error}") from error
-    copies, parts = find_copies(model), dict(model.named_modules())
-    dtype_source = next((p for p in model.parameters() if p.is_floating_point()), None)
-    for name, entry in modules.items():
-        with naming(name):
-            module = parts.get(name)
-            sites: Any = None if entry["sites"] is None else (*entry["sites"], dtype_source)
-            found = None if module is None else copies.get(module) or converter_for(module)
-            converter = found if sites is None else call_converter(*sites)
-            if module is None or full_name(type(module)) != entry["class"] or not isinstance(converter, Converter):
-                got = "no such module" if module is None else full_name(type(module))
-                raise AHopError(f"the model must have the module that was saved, {entry['class']}, got {got}")
-            converter.convert(module, _options(entry, similarity).copied())
-    load_similarities(model, Path(folder) / SIMILARITIES)
-    exempt_from_decay(model)
-    return model
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    """Returns how each module was adapted, as :func:`_how_adapted` says it."""
-    rule = f"folder must be one that save_adapted wrote, version {VERSION}"
-    try:
-        saved = files.as_header((folder / ADAPTED).read_bytes())
-    except (OSError, ValueError) as error:
-        raise AHopError(f"{rule}, got no {ADAPTED} that can be read in {str(folder)!r}: {error}") from error
-    if saved.get("version") != VERSION:
-        raise AHopError(f"{rule}, got version {saved.get('version')} in {str(folder)!r}")
-    modules: Any = saved.get("modules")
-    keys = {"class", "sites", "separation", "similarity"}
-    entries = modules.values() if isinstance(modules, dict) else [None]
-    if not all(isinstance(entry, dict) and entry.keys() >= keys for entry in entries):
-        raise AHopError(f"{rule}, got an {ADAPTED} without modules in {str(folder)!r}")
-    return dict(modules)
-
-
-def _how_adapted(module: Any) -> dict[str, Any]:
-    """Returns how a module was adapted, as values of JSON."""
-    first = next(iter(named_similarities(module).values()), None)
-    separation: Any = next(part.separation for part in module.modules() if isinstance(part, Associator))
-    if type(separation) is not Separation:
-        raise AHopError(f"save_adapted needs a separation of this package, got {type(separation).__name__}")
-    alpha, sites = separation.alpha_logit, getattr(module, "_ahop_sites", None)
-    described: dict[str, Any] = {
-        "class": full_name(module._ahop_original.source),
-        "sites": None if sites is None else [sites, module._ahop_products],
-        "separation": [separation.name, None if alpha is None or alpha.ndim == 0 else len(alpha)],
-        "similarity": None,
-    }
-    if type(first) is AdaptiveSimilarity:
-        blocks = [
-            [entry.assignment if entry.named is None else entry.named.tolist(), entry.normalize]
-            for entry in first.blocks
-        ]
-        init = first.init if isinstance(first.init, str) else "uniform"
-        options = {"bases": first.bases, "init": init, "debias": first.bias is not None, "blocks": blocks}
-        described["similarity"] = options
-    return described
-
-
-def _options(entry: dict[str, Any], similarity: SimilaritySource | None) -> SimilarityOptions:
-    """Returns the options of :func:`_how_adapted`; ``similarity`` is the one of the user, if the module had one."""
-    separation, given = Separation(*entry["separation"]), entry["similarity"]
-    if given is None:
-        if similarity is None:
-            raise AHopError("similarity must be given for a module with a similarity of your own, got None")
-        return SimilarityOptions(separation=separation, similarity=similarity)
-    bases = [base if isinstance(base, str) else tuple(base) for base in given["bases"]]
-    pairs = ((torch.tensor(each) if isinstance(each, list) else each, rule) for each, rule in given["blocks"])
-    blocks = [Blocks(each, normalize) for each, normalize in pairs]
-    options: Any = {**given, "bases": bases, "blocks": blocks}
-    return SimilarityOptions(separation=separation, **options)
-
-
-def _without(model: nn.Module, names: list[str]) -> Any:
-    """Leaves parts of a model out of its state dicts, until the context that it returns ends."""
-
-    def drop(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        starts = tuple(f"{prefix}{name}." if name else prefix for name in names)
-        for key in [key for key in state if key.startswith(starts)]:
-            del state[key]
-
-    register: Any = model.register_state_dict_post_hook
-    return register(drop)

@@ -1,7 +1,7 @@
 """The names of hopfield-layers: ``import ahop_layers.hflayers as hflayers`` makes a project adaptive.
 
-:func:`install_as_hflayers` does the same for a project that is not edited: later ``import hflayers`` statements, and
-those of its submodules, find this package.
+:func:`install_as_hflayers` does the same for a project that is not edited: later imports of ``hflayers`` and its
+submodules find this package.
 """
 
 import sys

@@ -6,12 +6,10 @@ Each takes every argument of the class it replaces, followed by the keywords tha
 import inspect
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -19,16 +17,12 @@ from ahop_layers.errors import AHopError, check_module
 from ahop_layers.hopfield.core import Retrieval
 from ahop_layers.hopfield.layers import Hopfield, HopfieldInterface, HopfieldLayer, HopfieldPooling
 from ahop_layers.ops.reference import fold
-from ahop_layers.packed import Packed, check_bags
+from ahop_layers.packed import PackedPatterns, check_bags
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import (
-    AdaptiveSimilarity,
-    Associator,
-    BlocksArgument,
-    Init,
-    SimilarityOptions,
-    SimilaritySource,
-)
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Init
+from ahop_layers.similarity.associator import Associator
+from ahop_layers.similarity.blocks import BlocksArgument
+from ahop_layers.similarity.options import SimilarityOptions, SimilaritySource
 
 # A layer of static patterns warns after this number of calls with a gradient and without an optimizer step.
 CALLS_WITHOUT_UPDATE = 100
@@ -78,7 +72,7 @@ def head_shape(core: Any, input_size: int | None, learned: bool = False) -> tupl
     """Returns the number of heads and the dimension of one head.
 
     Static patterns are not split into heads: both have the input size, unless one of them is ``learned`` by the layer
-    or normalized with a learned scale, which has the size of a head.
+    or normalized with a learned scale of the size of a head.
     """
     static = core.key_as_static and core.query_as_static
     free = static and (core.head_dim is None or not (learned or core.normalize_pattern_affine))
@@ -101,8 +95,8 @@ def _constructor(plain: type) -> Any:
 class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
     """``hflayers.Hopfield`` with a learned similarity: associates state patterns with stored patterns.
 
-    The arguments up to ``disable_out_projection`` are those of the class it replaces, in the same order and with the
-    same defaults. The others are keywords. State patterns, stored patterns and pattern projections are what attention
+    The class it replaces has the arguments up to ``disable_out_projection``, in the same order and with the same
+    defaults. The others are keywords. State patterns, stored patterns and pattern projections are what attention
     calls queries, keys and values.
 
     Args:
@@ -140,8 +134,8 @@ class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
         add_zero_association: add a projected stored pattern of zeros to every sample, with a projection of zeros.
         disable_out_projection: leave out the output projection: the output is the concatenation of the heads.
         bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`; every head has its own weights. None
-            means its default: the layer initially computes the same outputs as the layer it replaces. An integer number
-            of blocks is that of one head; for static patterns, which are not split into heads, that of a pattern.
+            means its default: the layer initially computes the same outputs as the layer it replaces. An integer is the
+            number of blocks of one head, or of a static pattern, which is not split into heads.
         separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha), ``"argmax"``, or a
             :class:`~ahop_layers.Separation`.
         similarity: a module that scores ``(N, H, L, d)`` against ``(N, H, S, d)``, or a function of
@@ -194,7 +188,7 @@ class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
 class AdaptiveHopfieldLayer(AdaptiveLayer, HopfieldLayerBase):
     """``hflayers.HopfieldLayer`` with a learned similarity: associates its input with learned patterns.
 
-    All arguments but these are those of :class:`AdaptiveHopfield`, without ``normalize_..._eps``.
+    :class:`AdaptiveHopfield` documents the other arguments; there is no ``normalize_..._eps``.
 
     Args:
         input_size: size of an input, which is a state pattern.
@@ -217,7 +211,7 @@ class AdaptiveHopfieldLayer(AdaptiveLayer, HopfieldLayerBase):
 class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
     """``hflayers.HopfieldPooling`` with a learned similarity: pools bags of patterns with learned queries.
 
-    All arguments but these are those of :class:`AdaptiveHopfield`, without ``normalize_..._eps``.
+    :class:`AdaptiveHopfield` documents the other arguments; there is no ``normalize_..._eps``.
 
     Args:
         input_size: size of an instance, and of a learned query.
@@ -244,7 +238,7 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
         a tensor: one graph then serves all sizes, without slices, and raises a RuntimeError if they are wrong.
 
         Args:
-            instances: ``(total, input_size)``, those of all N bags.
+            instances: ``(total, input_size)``, concatenated over all N bags.
             bag_sizes: number of instances of each bag, possibly zero: integers in a sequence, array or tensor.
             return_association: also return the weights of the instances.
 
@@ -257,18 +251,12 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
         >>> pooled.shape, weights.shape
         (torch.Size([3, 8]), torch.Size([10, 2, 1]))
         """
-        hopfield, core = self.hopfield, self.hopfield.association_core
-
-        def project(part: int, rows: Tensor) -> Tensor:
-            return rearrange(hopfield.heads(rows[None], part), "1 h t d -> t h d")
-
-        bags, parts = check_bags(instances, bag_sizes), (partial(project, 1), partial(project, 2))
-        packed = Packed(*bags, *parts, zero_association=core.add_zero_attn, keep_keys=core.steps != 0)
-        queries = self.pooling_weights if hopfield._batch_first else self.pooling_weights.transpose(0, 1)
-        settings = core.scaling, core.steps, core.update_steps_eps
-        output, weights = core.retrieve(hopfield.heads(queries, 0), packed, *settings)
-        output = hopfield.activate(output).flatten(1)
-        return (output, packed.of_instances(weights)) if return_association else output
+        hopfield = self.hopfield
+        query = hopfield._maybe_transpose(hopfield.normalize(self.pooling_weights, 0))
+        bags = PackedPatterns(*check_bags(instances, bag_sizes), hopfield.normalize)
+        output, _, weights, _ = hopfield._call_core(query, bags, bags, return_raw_associations=return_association)
+        output = hopfield.activate(output.transpose(0, 1)).flatten(1)
+        return (output, weights) if return_association else output
 
 
 @torch.no_grad()
@@ -281,21 +269,19 @@ def is_dot_product(similarity: nn.Module | None) -> bool:
     if similarity.bias is not None and bool(similarity.bias.any()):
         return False
     total: Any = 0.0
-    for resolution, blocks in enumerate(similarity.blocks):
-        weights = fold(similarity.footprint_weight(resolution)).unbind(-2)
-        for base, folded in zip(similarity.bases, weights, strict=True):
-            differs = base != "dot" or blocks.normalize or bool((folded != folded[..., :1]).any())
-            if differs and bool(folded.any()):
-                return False
-            total = total + (folded[..., 0] if base == "dot" else 0.0)
+    for base, folded in zip(similarity.bases, fold(similarity.footprint_weight()).unbind(-2), strict=True):
+        differs = base != "dot" or similarity.blocks.normalize or bool((folded != folded[..., :1]).any())
+        if differs and bool(folded.any()):
+            return False
+        total = total + (folded[..., 0] if base == "dot" else 0.0)
     return bool((torch.as_tensor(total) == 1).all())
 
 
 def hflayers_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Returns the state dict of a model for its original with hflayers, which loads it with ``strict=True``.
 
-    Its similarities must still be the dot product, as those of a model that was trained with frozen similarities, its
-    separations softmax, and its scaling fixed.
+    Its similarities must still be the dot product, as after training with frozen similarities, its separations softmax,
+    and its scaling fixed.
 
     >>> import ahop_layers as ah
     >>> sorted(ah.hflayers_state_dict(ah.AdaptiveHopfield(8, disable_out_projection=True)))[:2]

@@ -8,11 +8,14 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ahop_layers.association import Padded, Similarity, Steps, Stored, associate, combine_masks, dot_product
+from ahop_layers.association import Padded, Steps, associate, combine_masks
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.ops.operators import has_hooks
+from ahop_layers.packed import Packed, PackedPatterns
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import Associator, reset
+from ahop_layers.similarity.associator import Associator, reset
+from ahop_layers.similarity.fixed import dot_product
+from ahop_layers.similarity.protocol import Similarity
 
 
 class Retrieval(NamedTuple):
@@ -20,7 +23,7 @@ class Retrieval(NamedTuple):
 
     output: Tensor  # (L, N, out)
     mean_weights: Any  # weights averaged over heads, before dropout, (N, L, S)
-    weights: Any  # (N, H, L, S)
+    weights: Any  # (N, H, L, S), or for packed bags (total, H, L)
     projected: Any  # projected values, (N, H, S, e)
 
 
@@ -157,7 +160,6 @@ class AssociationCore(Associator):
         reset(self.similarity)
         self.separation.reset_parameters()
 
-
     def heads(self, pattern: Tensor, part: int) -> Tensor:
         """Projects part 0, 1 or 2 (query, key, value) to heads: ``(N, rows, E) -> (N, H, rows, d)``."""
         if part == 2 and self.value_as_connected:
@@ -189,54 +191,59 @@ class AssociationCore(Associator):
             raise AHopError(f"a static {name} must have the width of a head, (..., {width}), got {describe(pattern)}")
         return repeat(pattern, "n l d -> n h l d", h=self.num_heads)
 
-    def score(self, query: Tensor, key: Tensor) -> Tensor:
-        """Scores queries ``(N, H, L, d)`` against keys ``(N, H, S, d)``, before scaling: ``(N, H, L, S)``."""
-        return dot_product(query, key) if self.similarity is None else self.similarity(query, key)
-
-
-    def retrieve(
-        self, query: Tensor, stored: Stored, scaling: float | Tensor, steps: Steps, eps: float | Tensor,
-        need_weights: bool = True,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Associates query heads ``(N, H, L, d)`` with stored patterns: output ``(N, L, out)``, and weights or None."""
-        overridden = type(self).score is not AssociationCore.score or "score" in self.__dict__
-        score: Similarity = self.score if overridden or self.similarity is None else self.similarity
-        if isinstance(scaling, Tensor) and scaling.ndim == 1:
-            factors = rearrange(scaling.repeat(query.shape[-1]), "(h d) -> h 1 d", h=self.num_heads)
-            score, scaling = lambda query, key: self.score(query * factors, key), 1.0
-        output, weights = associate(
-            query, stored, score=score, separation=self.separation, scaling=scaling,
-            dropout=self.dropout if self.training else 0.0, steps=steps, eps=eps, need_weights=need_weights,
-        )  # fmt: skip
-        output = rearrange(output, "n h l d -> n l (h d)")
-        return output if self.out_proj is None else self.out_proj(output), weights
-
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        self, query: Tensor, key: Tensor | PackedPatterns, value: Any, key_padding_mask: Tensor | None = None,
         need_weights: bool = True, attn_mask: Tensor | None = None, scaling: float | Tensor | None = None,
         update_steps_max: int | Tensor | None = 0, update_steps_eps: float | Tensor = 1e-4,
         return_raw_associations: bool = False, return_pattern_projections: bool = False,
     ) -> Retrieval:  # fmt: skip
         """Associates ``query (L, N, E)`` with ``key (S, N, E)`` and reads ``value (S, N, E)``; N may be 1 for each.
 
-        Arguments and defaults are those of ``HopfieldCore.forward``: without ``scaling``, scores are not scaled. A hook
-        on this module receives the weights in any case.
+        As in ``HopfieldCore.forward``, scores are not scaled without ``scaling``. A hook on this module receives the
+        weights in any case. Packed bags are passed as both ``key`` and ``value``, without
+        masks, and have no pattern projections.
         """
-        patterns = [pattern.transpose(0, 1) for pattern in (query, key, value)]
-        q, k, v = (self.heads(pattern, part) for part, pattern in enumerate(patterns))
-        if q.shape[-1] != k.shape[-1]:
-            got = f"{describe(patterns[0])} and {describe(patterns[1])}"
-            raise AHopError(f"static patterns must have the same width, got {got}")
-        batch, length, stored = (k if q.shape[0] == 1 else q).shape[0], q.shape[2], k.shape[2]
-        mask = combine_masks(key_padding_mask, attn_mask, (batch, self.num_heads, length, stored))
-        padded = Padded(k, v, mask, self.add_zero_attn)
         steps = self.steps if update_steps_max is self.update_steps_max else as_steps(update_steps_max)
-        scaling = 1.0 if scaling is None else scaling
-        weighted = need_weights or return_raw_associations or has_hooks(self)
-        output, weights = self.retrieve(q, padded, scaling, steps, update_steps_eps, weighted)
-        mean = weights.mean(1) if need_weights else None
-        projected = padded.value.expand(batch, -1, -1, -1) if return_pattern_projections else None
-        return Retrieval(output.transpose(0, 1), mean, weights, projected)
+        # With batch_first=True these views undo the transposition of the layer: projections read contiguous memory.
+        state = self.heads(query.transpose(0, 1), 0)
+        stored: Padded | Packed
+        if isinstance(key, PackedPatterns):
+            stored = Packed(key, self.heads, zero_association=self.add_zero_attn, keep_keys=steps != 0)
+        else:
+            stored = self._pad(state, key.transpose(0, 1), value.transpose(0, 1), key_padding_mask, attn_mask)
+        similarity: Similarity = dot_product if self.similarity is None else self.similarity
+        score, scaling = similarity, 1.0 if scaling is None else scaling
+        if isinstance(scaling, Tensor) and scaling.ndim == 1:
+            factors = rearrange(scaling.repeat(state.shape[-1]), "(h d) -> h 1 d", h=self.num_heads)
+            score, scaling = lambda query, key: similarity(query * factors, key), 1.0
+        output, weights = associate(
+            state, stored, score=score, separation=self.separation, scaling=scaling,
+            dropout=self.dropout if self.training else 0.0, steps=steps, eps=update_steps_eps,
+            need_weights=need_weights or return_raw_associations or has_hooks(self),
+        )  # fmt: skip
+        output = rearrange(output, "n h l d -> n l (h d)")
+        output = output if self.out_proj is None else self.out_proj(output)
+        projected = None
+        if isinstance(stored, Packed):
+            weights = None if weights is None else stored.of_instances(weights)
+        elif return_pattern_projections:
+            projected = stored.value.expand(output.shape[0], -1, -1, -1)
+        return Retrieval(output.transpose(0, 1), weights.mean(1) if need_weights else None, weights, projected)
+
+    def _pad(
+        self, state: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, association: Tensor | None
+    ) -> Padded:
+        """Projects keys and values ``(N, S, E)`` for the heads of the queries ``(N, H, L, d)``."""
+        keys, values = self.heads(key, 1), self.heads(value, 2)
+        if state.shape[-1] != keys.shape[-1]:
+            got = f"heads of the queries {describe(state)} and of the keys {describe(keys)}"
+            raise AHopError(f"static patterns must have the same width, got {got}")
+        batch = (keys if state.shape[0] == 1 else state).shape[0]
+        mask = combine_masks(padding, association, (batch, *state.shape[1:3], keys.shape[2]))
+        if self.add_zero_attn:
+            mask = None if mask is None else mask.grow(state, keys)
+            keys, values = (functional.pad(each, (0, 0, 0, 1)) for each in (keys, values))
+        return Padded(keys, values, mask)
 
 
 def as_steps(steps: int | Tensor | None) -> Steps:

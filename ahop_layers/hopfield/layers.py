@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_floating, check_given_sizes, check_probability, check_sizes, describe
 from ahop_layers.hopfield.core import AssociationCore, Retrieval
-from ahop_layers.similarity.adaptive import reset
+from ahop_layers.packed import PackedPatterns
+from ahop_layers.similarity.associator import reset
 
 Patterns = Tensor | Sequence[Tensor]
 """One tensor, or several: what a Hopfield layer takes as its input."""
@@ -58,14 +59,12 @@ def _norm(name: str, size: int | None, wanted: bool, affine: bool, eps: float) -
 
 
 def as_patterns(input: object, names: str, count: int) -> tuple[Tensor, ...]:
-    """Returns a tensor ``count`` times, or the tensors of an iterable of that length."""
+    """Returns a tensor ``count`` times, or the entries of an iterable of that length."""
     if not isinstance(input, (Tensor, Iterable)):
         raise AHopError(f"input must be a tensor, or {names} patterns, got {type(input).__name__}")
     patterns = (input,) * count if isinstance(input, Tensor) else tuple(input)
     if len(patterns) != count:
         raise AHopError(f"input must be a tensor, or {names} patterns, got {len(patterns)}")
-    for pattern in patterns:
-        check_floating(input=pattern)
     return patterns
 
 
@@ -121,7 +120,7 @@ class HopfieldInterface(nn.Module):
 class Hopfield(HopfieldInterface):
     """Associates state patterns with stored patterns and reads their pattern projections.
 
-    The arguments are those of ``hflayers.Hopfield``. ``scaling`` may also be a parameter, which is then trained.
+    Takes the arguments of ``hflayers.Hopfield``. ``scaling`` may also be a parameter, which is then trained.
 
     Shapes: stored patterns ``(N, S, stored_pattern_size)``, state patterns ``(N, L, input_size)``, pattern projections
     ``(N, S, pattern_projection_size)``; output ``(N, L, output_size)``. With ``batch_first=False``, N is the second
@@ -198,10 +197,6 @@ class Hopfield(HopfieldInterface):
             raise AHopError(f"a pattern must be (N, rows, {expected}), got {describe(pattern)}")
         return pattern if norm is None else norm(pattern)
 
-    def heads(self, pattern: Tensor, part: int) -> Tensor:
-        """Normalizes and projects part 0, 1 or 2 (state, stored, projection): ``(N, rows, E) -> (N, H, rows, d)``."""
-        return self.association_core.heads(self.normalize(pattern, part), part)
-
     def _maybe_transpose(self, *args: Tensor) -> Any:
         """Swaps the first two axes of tensors with ``batch_first=True``; returns one tensor, or a tuple of several."""
         tensors = tuple(tensor.transpose(0, 1) for tensor in args) if self._batch_first else args
@@ -214,6 +209,7 @@ class Hopfield(HopfieldInterface):
         """Normalizes the patterns and calls the core; the output has the batch as its second axis, as in hflayers."""
         patterns = as_patterns(data, "stored, state and projection", 3)
         for pattern in patterns:
+            check_floating(input=pattern)
             if pattern.ndim != 3:
                 raise AHopError(f"a pattern must have 3 dimensions, (N, rows, size), got {describe(pattern)}")
         # Comparing one shape at a time keeps a dynamic batch dimension dynamic under export.
@@ -226,13 +222,17 @@ class Hopfield(HopfieldInterface):
             raise AHopError(f"patterns must be (N, S, ...), (N, L, ...), (N, S, ...) with one N and one S, got {got}")
         stored, state, projection = patterns
         normal = (self.normalize(pattern, part) for part, pattern in enumerate((state, stored, projection)))
-        core = self.association_core
-        return core(
+        return self._call_core(
             *self._maybe_transpose(*normal),
-            key_padding_mask=stored_pattern_padding_mask, need_weights=False, attn_mask=association_mask,
-            scaling=core.scaling, update_steps_max=core.update_steps_max, update_steps_eps=core.update_steps_eps,
+            key_padding_mask=stored_pattern_padding_mask, attn_mask=association_mask,
             return_raw_associations=return_raw_associations, return_pattern_projections=return_projected_patterns,
         )  # fmt: skip
+
+    def _call_core(self, *patterns: Tensor | PackedPatterns, **keywords: Any) -> Retrieval:
+        """Calls the core with normalized query, key and value, and the settings of this layer."""
+        core = self.association_core
+        settings = {"scaling": core.scaling, "update_steps_max": core.update_steps_max}
+        return core(*patterns, need_weights=False, update_steps_eps=core.update_steps_eps, **settings, **keywords)
 
     def forward(
         self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
@@ -293,14 +293,14 @@ class LearnedPatterns(HopfieldInterface):
     def forward(
         self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
     ) -> Tensor:
-        """Retrieves patterns; the masks are those of :class:`Hopfield`."""
+        """Retrieves patterns; see :class:`Hopfield` for the masks."""
         return self.hopfield(self._patterns(input), stored_pattern_padding_mask, association_mask)
 
     quantity = reads("_quantity")
 
 
 class HopfieldLayer(LearnedPatterns):
-    """Associates its input with learned patterns; the arguments are those of ``hflayers.HopfieldLayer``.
+    """Associates its input with learned patterns; takes the arguments of ``hflayers.HopfieldLayer``.
 
     Shapes: input ``(N, L, input_size)``, output ``(N, L, output_size)``. With ``batch_first=False``, N is the second
     dimension.
@@ -347,7 +347,7 @@ class HopfieldLayer(LearnedPatterns):
 
 
 class HopfieldPooling(LearnedPatterns):
-    """Pools bags of patterns with learned queries; the arguments are those of ``hflayers.HopfieldPooling``.
+    """Pools bags of patterns with learned queries; takes the arguments of ``hflayers.HopfieldPooling``.
 
     Shapes: input ``(N, S, input_size)``, or a pair of stored patterns and pattern projections of that shape; output
     ``(N, quantity * output_size)``. With ``batch_first=False`` the input is ``(S, N, input_size)`` and the output, as
@@ -386,5 +386,5 @@ class HopfieldPooling(LearnedPatterns):
     def forward(
         self, input: Patterns, stored_pattern_padding_mask: Tensor | None = None, association_mask: Tensor | None = None
     ) -> Tensor:
-        """Pools bags; the masks are those of :class:`Hopfield`."""
+        """Pools bags; see :class:`Hopfield` for the masks."""
         return super().forward(input, stored_pattern_padding_mask, association_mask).flatten(1)

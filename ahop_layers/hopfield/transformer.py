@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_module
 from ahop_layers.hopfield.layers import HopfieldInterface, Patterns, reads
-from ahop_layers.similarity.adaptive import reset
+from ahop_layers.similarity.associator import reset
 
 
 def _associate(association: Any, input: Patterns, padding: Tensor | None, mask: Tensor | None, causal: bool) -> Tensor:
@@ -42,7 +42,7 @@ class _Layer(nn.Module):
             raise AHopError(f"activation must name a function of torch, got {activation!r}")
 
     def reset_parameters(self) -> None:
-        """Resets all parameters, including those of the Hopfield layers."""
+        """Resets all parameters, also of the Hopfield layers."""
         for module in self.children():
             reset(module)
 

@@ -17,7 +17,7 @@ Array = TypeVar("Array", Tensor, "NDArray[Any]")
 """A tensor or a NumPy array: methods return the kind of array that they are called with."""
 
 RANKED_SCORES = 2**22
-"""Number of scores that are ranked at once. Small blocks are concatenated, because each ranking has a fixed cost."""
+"""Number of scores that are ranked at once. Small chunks are concatenated, because each ranking has a fixed cost."""
 
 
 def as_tensor(name: str, x: Any, device: torch.device | None = None) -> Tensor:
@@ -105,19 +105,19 @@ def as_given(x: Array, result: Any) -> Array:
     return given
 
 
-def top_k(blocks: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:
+def top_k(chunks: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:
     """Returns the ``k`` largest scores of each row, best first, and their indices: ``(L, k)`` each.
 
-    ``blocks`` are the scores ``(L, B)`` of consecutive blocks of at least k patterns. Equal scores are ordered by
+    ``chunks`` are the scores ``(L, n)`` of consecutive chunks of at least k patterns. Equal scores are ordered by
     index, as in a stable sort of all scores.
     """
     if is_onnx_export():  # TopK of ONNX orders equal scores by index
-        found = torch.cat(list(blocks), -1).topk(k, -1)
+        found = torch.cat(list(chunks), -1).topk(k, -1)
         return found.values, found.indices
     best: list[tuple[Tensor, Tensor]] = []
     start = 0
-    for scores in _concatenated(blocks):
-        values, indices = _top_of_block(scores, min(k, scores.shape[-1]))
+    for scores in _concatenated(chunks):
+        values, indices = _top_of_chunk(scores, min(k, scores.shape[-1]))
         best.append((values, indices + start))
         start += scores.shape[-1]
         best = [merge(best, k)]
@@ -134,22 +134,22 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tenso
     return values[..., :k], indices.gather(-1, order[..., :k])
 
 
-def _concatenated(blocks: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Concatenates consecutive blocks ``(L, B)`` up to RANKED_SCORES scores."""
+def _concatenated(chunks: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Concatenates consecutive chunks ``(L, n)`` up to RANKED_SCORES scores."""
     held: list[Tensor] = []
     count = 0
-    for block in blocks:
-        if held and count + block.numel() > RANKED_SCORES:
+    for chunk in chunks:
+        if held and count + chunk.numel() > RANKED_SCORES:
             yield torch.cat(held, -1)
             held, count = [], 0
-        held.append(block)
-        count += block.numel()
+        held.append(chunk)
+        count += chunk.numel()
     if held:
         yield torch.cat(held, -1)
 
 
-def _top_of_block(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest of ``scores (L, B)`` and their indices, in the order of the indices."""
+def _top_of_chunk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest of ``scores (L, n)`` and their indices, in the order of the indices."""
     if k == 1:
         values, indices = scores.max(-1, keepdim=True)  # the first maximum
         return values, indices
@@ -160,12 +160,12 @@ def _top_of_block(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if not torch.compiler.is_compiling() and unique.all():  # a branch on values would break the graph
         indices = largest.indices[..., :k].sort(-1).values
     else:
-        indices = _first_of_block(scores, k, largest.values[..., k - 1 : k])
+        indices = _first_of_chunk(scores, k, largest.values[..., k - 1 : k])
     return scores.gather(-1, indices), indices
 
 
-def _first_of_block(scores: Tensor, k: int, threshold: Tensor) -> Tensor:
-    """The indices of the ``k`` largest of ``scores (L, B)``, the first of those that equal the ``threshold (L, 1)``."""
+def _first_of_chunk(scores: Tensor, k: int, threshold: Tensor) -> Tensor:
+    """The indices of the ``k`` largest of ``scores (L, n)``, the first of those that equal the ``threshold (L, 1)``."""
     # Ranks unique integers: first all scores above the k-th largest, then all that equal it, each in the order of their
     # indices.
     size = scores.shape[-1]

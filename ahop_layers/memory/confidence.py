@@ -1,4 +1,4 @@
-"""How sure a memory is of its hits, and why: confidence, rejection of unknown queries, and contributions to a score.
+"""How sure a memory is of its hits: confidence, and rejection of unknown queries.
 
 The confidence of a hit is the product of two probabilities. The first says which pattern a query belongs to: the
 softmax of the scores, times a factor, summed over the patterns of a class where there are labels. The second says
@@ -7,7 +7,6 @@ of the log odds of the best hit, which tell whether one pattern fits better than
 to damaged copies of stored patterns, and to the same queries while their pattern, or its class, is left out.
 """
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,20 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ahop_layers.association import FIXED
-from ahop_layers.errors import AHopError
-from ahop_layers.learning.candidates import CANDIDATES, some_patterns
-from ahop_layers.learning.questions import Pairs
-from ahop_layers.learning.regression import minimize
 from ahop_layers.memory.arrays import as_given
 from ahop_layers.memory.labels import class_logsumexp
-from ahop_layers.memory.search import QUERY_ROWS, Candidates, Queries, Scorer
-from ahop_layers.memory.shards import Whole
+from ahop_layers.memory.learn.candidates import CANDIDATES, some_patterns
+from ahop_layers.memory.learn.questions import Pairs
+from ahop_layers.memory.learn.regression import minimize
+from ahop_layers.memory.search import Queries, Scorer
 from ahop_layers.memory.storage import nested
-from ahop_layers.ops.reference import accumulation_dtype, pair_values
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.similarity.images import ImageSimilarity
-from ahop_layers.variants import Variant
+from ahop_layers.memory.variants import Variant
+from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.similarity.protocol import compared_size
 
 CALIBRATED, CALIBRATED_ELEMENTS = 1024, 2**20
 """Number of queries to which the confidence is fitted, as many unknown ones are kept; most values that are compared."""
@@ -41,14 +36,10 @@ PENALTY, MOST_ODDS = 1e-4, 30.0
 
 
 class Calibration(NamedTuple):
-    """How scores become confidences: a factor of the scores, and weights of the log-sum-exp, the log odds and 1.
-
-    ``foreign`` are the confidences of unknown queries in ascending order.
-    """
+    """How scores become confidences: a factor of the scores, and weights of the log-sum-exp, the log odds and 1."""
 
     factor: float
     weights: tuple[float, float, float]
-    foreign: Tensor
 
     def confidence(self, own: Tensor, total: Tensor) -> Tensor:
         """Returns the confidence of hits from their log-sum-exp ``(L, k)`` and that of all patterns ``(L,)``."""
@@ -65,103 +56,112 @@ def evidence(own: Tensor, total: Tensor) -> Tensor:
 
 
 class Asked(NamedTuple):
-    """A search: queries as they were given, what they were scored against, and what was found."""
+    """A search: queries as they were given and as rows, what they were scored against, and the calibration then."""
 
     given: Any
     scorer: Scorer
     queries: Queries
-    found: Candidates
-    calibrated: Callable[[], Calibration]
+    calibration: Calibration | None
 
 
-class Hits(tuple[Any, Any]):
+class Hits:
     """The best patterns of each query: ``scores, indices = hits``, each ``(..., k)``, best first.
 
-    The other attributes are computed when they are asked for, from what the memory stored when it was searched, and
-    with the similarity that it has then: ask before a new fit. If the memory is sharded, all ranks must ask together.
+    Ids, labels and confidence are computed when they are asked for, from what the memory stored when it was searched:
+    ask before a new fit. If the memory is sharded, all ranks must ask for the confidence together.
+
+    Attributes:
+        scores: the scores ``(..., k)``.
+        indices: the indices of the patterns ``(..., k)``.
     """
 
-    _asked: Asked
+    def __init__(self, scores: Any, indices: Any, asked: Asked) -> None:
+        self.scores, self.indices, self._asked = scores, indices, asked
 
-    def __new__(cls, scores: Any, indices: Any, asked: Asked) -> "Hits":
-        """Keeps what the other attributes are computed from."""
-        hits = super().__new__(cls, (scores, indices))
-        hits._asked = asked
-        return hits
+    def __iter__(self) -> Any:
+        return iter((self.scores, self.indices))
 
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return (*self, self._asked)
+    def __getitem__(self, place: int) -> Any:
+        return (self.scores, self.indices)[place]
 
-    @property
-    def scores(self) -> Any:
-        """The scores ``(..., k)``."""
-        return self[0]
+    def __len__(self) -> int:
+        return 2
 
-    @property
-    def indices(self) -> Any:
-        """The indices of the patterns ``(..., k)``."""
-        return self[1]
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the values of all attributes, without the memory."""
+        names = ("scores", "indices", "ids", "labels", "confidence")
+        return {name: getattr(self, name) for name in names}
 
-    @property
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        shown = {"scores": self.scores, "indices": self.indices, "ids": self.ids, "confidence": self.confidence}
+        return f"Hits({', '.join(f'{name}={value!r}' for name, value in shown.items() if value is not None)})"
+
+    @cached_property
     def ids(self) -> Any:
-        """The ids of the patterns, as nested lists, or as an array if the queries were one."""
-        asked = self._asked
-        places = asked.queries.result(asked.found.indices[:, : asked.found.k]).tolist()
-        return as_given(asked.given, nested(places, asked.scorer.stored.given_ids()))
+        """The ids of the patterns, as nested lists, or as an array if the queries were one; None without ids."""
+        ids = self._asked.scorer.stored.ids
+        return None if ids is None else as_given(self._asked.given, nested(self.indices.tolist(), ids))
 
-    @property
+    @cached_property
     def labels(self) -> Any:
-        """The labels of the patterns ``(..., k)``; nested lists, or an array, if they are strings."""
-        asked, stored = self._asked, self._asked.scorer.stored
-        labels = stored.given_classes().labels[stored.class_of(asked.found.indices[:, : asked.found.k])]
-        return as_given(asked.given, stored.named(asked.queries.result(labels)))
+        """The labels of the patterns ``(..., k)``; nested lists, or an array, if they are strings; None without."""
+        stored = self._asked.scorer.stored
+        if stored.classes is None:
+            return None
+        labels = stored.classes.labels[stored.class_of(self._places())]
+        return as_given(self._asked.given, stored.named(self._asked.queries.result(labels)))
 
     @cached_property
     @torch.no_grad()
     def confidence(self) -> Any:
-        """The probability of each hit, or of its class, ``(..., k)``: that of other patterns, and of none, is the rest.
+        """The probability of each hit, or of its class, ``(..., k)``: other patterns, and none, have the rest.
 
-        It is computed from the scores of all patterns, or of the shortlist.
+        It is None until :meth:`~ahop_layers.AssociativeMemory.fit` has calibrated the scores. It needs the scores of
+        all patterns, and takes as long as the search.
         """
-        asked, parts = self._asked, []
-        calibration = asked.calibrated()
-        for start in range(0, max(1, len(asked.queries.rows)), QUERY_ROWS):
-            own, total = self._logits(slice(start, start + QUERY_ROWS), calibration.factor)
-            parts.append(calibration.confidence(own, total))
-        return as_given(asked.given, asked.queries.result(torch.cat(parts)))
+        given, scorer, queries, calibration = self._asked
+        if calibration is None:
+            return None
+        stored, places = scorer.stored, self._places()
+        found = scorer.logsumexp(queries, calibration.factor, stored.classes is not None)
+        if stored.classes is None:
+            scores = torch.as_tensor(self.scores, device=places.device).reshape(places.shape)
+            own = calibration.factor * scores.to(found.dtype)
+        else:
+            own = found.gather(-1, stored.class_of(places))
+        return as_given(given, queries.result(calibration.confidence(own, found.logsumexp(-1))))
 
-    def _logits(self, rows: slice, factor: float) -> tuple[Tensor, Tensor]:
-        """Returns the log-sum-exp of each hit or its class ``(L, k)``, and that of all patterns ``(L,)``."""
-        scorer, queries, found = self._asked.scorer, self._asked.queries, self._asked.found
-        stored, wide = scorer.stored, accumulation_dtype(scorer.stored.dtype)
-        logits = factor * found.scores[rows].to(wide)
-        listed = None if stored.classes is None else stored.class_of(found.indices[rows])
-        if not found.short:
-            blocks = (factor * each.to(wide) for each in scorer.blocks(queries.rows[rows], queries.missing))
-            if stored.classes is not None and listed is not None:
-                by_class = class_logsumexp(blocks, stored.classes, stored.ranks)
-                return by_class.gather(-1, listed), by_class.logsumexp(-1)
-            total = torch.stack([block.logsumexp(-1) for block in blocks]).logsumexp(0)
-            return logits, stored.ranks.gather(total).logsumexp(0)
-        own = logits[:, : found.k]
-        if listed is not None:
-            others = [listed != each[:, None] for each in listed[:, : found.k].unbind(1)]
-            own = torch.stack([logits.masked_fill(each, -torch.inf).logsumexp(-1) for each in others], 1)
-        return own, logits.logsumexp(-1)
+    def _places(self) -> Tensor:
+        """Returns the indices as a matrix ``(L, k)`` on the device of the patterns."""
+        device = self._asked.queries.rows.device
+        return torch.as_tensor(self.indices, device=device).reshape(len(self._asked.queries.rows), -1)
 
 
 @torch.no_grad()
-def calibrate(scorer: Scorer, damage: Variant | Pairs, leave_out: bool, generator: torch.Generator) -> Calibration:
+def calibrate(
+    scorer: Scorer, damage: Variant | Pairs, leave_out: bool, generator: torch.Generator
+) -> tuple[Calibration, Tensor] | None:
     """Fits the confidence of hits to the share of hits that are right.
 
     Half of the queries belong to a stored pattern. The others are the same queries, while their pattern and its class
-    are left out. A sample of the patterns represents a large memory. ``damage`` is a variant, or pairs of a class, with
-    labels, or of an index, and a query. ``leave_out`` says whether the pattern that a query was made of does not answer
-    for it, unless it is the only one of its class.
+    are left out. A sample of the patterns represents a large memory.
+
+    Args:
+        scorer: what is searched.
+        damage: a variant, or pairs of a class, with labels, or of an index, and a query.
+        leave_out: whether the pattern that a query was made of does not answer for it, unless it is the only one of its
+            class.
+        generator: draws the queries.
+
+    Returns:
+        The calibration, and the confidences of unknown queries in ascending order; None if the patterns are all equal,
+        or of one class.
     """
     stored, device = scorer.stored, scorer.stored.patterns.device
-    similarity = scorer.similarity  # images have several views, each of which takes time
-    size = sum(part.dim for part in similarity.parts()) if isinstance(similarity, ImageSimilarity) else stored.dim
+    size = compared_size(scorer.similarity, stored.dim)  # images have several views, each of which takes time
     kept = some_patterns(stored.count, stored.dim, generator)[: max(CANDIDATES, CALIBRATED_ELEMENTS // size)]
     by_class = stored.classes is not None
     if isinstance(damage, Variant):
@@ -186,10 +186,12 @@ def calibrate(scorer: Scorer, damage: Variant | Pairs, leave_out: bool, generato
     return _fit(scores, target, origin if leave_out else None, subset, stored.count)
 
 
-def _fit(scores: Tensor, target: Tensor, origin: Tensor | None, subset: Scorer, count: int) -> Calibration:
+def _fit(
+    scores: Tensor, target: Tensor, origin: Tensor | None, subset: Scorer, count: int
+) -> tuple[Calibration, Tensor] | None:
     """Fits the confidence to ``scores (L, n)`` of queries of the classes, or patterns, ``target (L,)``."""
-    place = torch.arange(scores.shape[1], device=scores.device)
-    of_pattern = place if subset.stored.classes is None else subset.stored.classes.of_pattern
+    place, classes = torch.arange(scores.shape[1], device=scores.device), subset.stored.classes
+    of_pattern = place if classes is None else classes.of_pattern
     same = of_pattern == target[:, None]
     if origin is not None:
         own = place == origin[:, None]
@@ -197,14 +199,14 @@ def _fit(scores: Tensor, target: Tensor, origin: Tensor | None, subset: Scorer, 
         scores = scores.masked_fill(own, -torch.inf)
     finite = scores[scores.isfinite()]
     unit = finite.std(correction=0).item() if len(finite) else 0.0
-    if not unit > 0 or not bool((of_pattern != of_pattern[0]).any()):  # nothing to learn from one class
-        return Calibration(1.0 / unit if unit > 0 else 1.0, (0.0, 0.0, MOST_ODDS), scores.new_zeros(0))
+    if not unit > 0 or not bool((of_pattern != of_pattern[0]).any()):
+        return None
 
     def logits(scores: Tensor, factor: float) -> Tensor:
         """Returns the log-sum-exp of each class, or pattern; a sample of the patterns stands for all of them."""
         found = factor * scores
-        if subset.stored.classes is not None:
-            found = class_logsumexp([found], subset.stored.classes, Whole(scores.shape[1]))
+        if classes is not None:
+            found = class_logsumexp([found], classes.of_pattern, len(classes.labels))
         share = torch.tensor(count / subset.stored.count).log().to(found)
         hit = torch.zeros_like(found, dtype=torch.bool).scatter(1, of_pattern[scores.argmax(1)][:, None], True)
         return torch.where(hit, found, found + share)
@@ -221,9 +223,8 @@ def _fit(scores: Tensor, target: Tensor, origin: Tensor | None, subset: Scorer, 
     features = evidence(own[:, 0], total)[usable]
     if found.shape[1] < 3:  # if one is left out, there are no odds among the others
         features[:, 1] = 0.0
-    weights = _logistic(features, (own[:, 0] - total)[usable], right[usable])
-    calibration = Calibration(factor, weights, scores.new_zeros(0))
-    return calibration._replace(foreign=calibration.confidence(own, total)[len(scores) :, 0].sort().values)
+    calibration = Calibration(factor, _logistic(features, (own[:, 0] - total)[usable], right[usable]))
+    return calibration, calibration.confidence(own, total)[len(scores) :, 0].sort().values
 
 
 def _logistic(features: Tensor, log_share: Tensor, right: Tensor) -> tuple[float, float, float]:
@@ -246,27 +247,3 @@ def _logistic(features: Tensor, log_share: Tensor, right: Tensor) -> tuple[float
         weight = minimize(loss, scaled.new_zeros(3))
     first, second = (weight[:2] / scale).tolist()
     return first, second, (weight[2] - weight[:2] @ (center / scale)).item()
-
-
-def contributions(scorer: Scorer, rows: Tensor, index: Tensor) -> Tensor:
-    """Returns what each dimension adds to the score of query ``rows (L, d)`` and pattern ``index (L,)``: ``(L, d)``.
-
-    That of a block is divided equally among its known dimensions. An unknown value adds 0.
-    """
-    similarity, d = scorer.similarity, rows.shape[1]
-    key = scorer.modulated(scorer.stored.sample(index)).to(rows.dtype)
-    query, key = rows[:, None], key[:, None]
-    known = ~(query.isnan() | key.isnan()).squeeze(1)
-    if similarity in FIXED.values():
-        name = next(name for name, fixed in FIXED.items() if fixed is similarity)
-        values = pair_values(query, key, name).reshape(rows.shape)
-        return values.nan_to_num(0.0) * (d / known.sum(-1, keepdim=True).clamp(min=1))
-    unlike = isinstance(similarity, AdaptiveSimilarity) and (similarity.num_heads or "table" in similarity._modules)
-    if not isinstance(similarity, (AdaptiveSimilarity, ImageSimilarity)) or unlike:
-        raise AHopError(f"explain needs a fixed or an adaptive similarity, got {type(similarity).__name__}")
-    source = None
-    if isinstance(similarity, ImageSimilarity) and similarity.shifts:
-        query, source = similarity.aligned(query, key, missing=not bool(known.all()))
-    views = zip(similarity.parts(), similarity.views(query), similarity.views(key), strict=True)
-    total = similarity.spread([part.contributions(*view) for part, *view in views])
-    return total if source is None else torch.zeros_like(total).scatter_add(1, source, total)

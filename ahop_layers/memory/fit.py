@@ -1,95 +1,158 @@
-"""Training of a memory by gradients, for what is not solved: kernels, tables, and parameters of other modules.
+"""Fitting a memory: queries are drawn or given, the similarity learns from them, and its confidence is calibrated."""
 
-Random numbers are drawn on the device of the patterns, and about every twentieth loss is read: copies from and to a GPU
-synchronize with it.
-"""
-
-import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any
+import importlib.util
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from ahop_layers.errors import AHopError
-from ahop_layers.learning.questions import Pairs
-from ahop_layers.memory.arrays import from_numpy
-from ahop_layers.memory.labels import Classes, class_logsumexp, leave_out
-from ahop_layers.memory.shards import Whole
+from ahop_layers.errors import AHopError, check_same_device, describe, has_unknown
+from ahop_layers.memory.arrays import as_indices, as_tensor, from_numpy
+from ahop_layers.memory.confidence import Calibration, calibrate
+from ahop_layers.memory.labels import as_labels
+from ahop_layers.memory.learn import questions
+from ahop_layers.memory.learn.auto import AutoSimilarity
+from ahop_layers.memory.learn.candidates import some_patterns
+from ahop_layers.memory.learn.questions import Pairs
+from ahop_layers.memory.learn.solve import FitReport, learn
+from ahop_layers.memory.search import Scorer
 from ahop_layers.memory.storage import Stored
+from ahop_layers.memory.variants import Variant, as_damage
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.training import Batches
-from ahop_layers.variants import Variant, as_damage
+from ahop_layers.similarity.protocol import allows_missing, is_solvable
 
-HELD_OUT, HELD_OUT_SHARE, FEWEST_HELD_OUT, EVALUATED = 512, 0.1, 32, 128
-"""Most queries that are held out, their share of given pairs, the fewest, and how many are evaluated at once."""
+STEPS = 6
+"""Number of steps of the progress bar: the queries, four of the similarity, and the confidence."""
 
-MIN_DEVIATION = 4.0
-"""Smallest deviation of the logits of a query at the start. With less, training is slow: the readout is an average."""
-
-Measure = Callable[[Iterable[Tensor], Tensor], Tensor]
-"""Computes the mean loss of logits ``(L, B)`` of consecutive blocks of patterns, for targets ``(L,)``."""
+BIAS_QUERIES = 8192
+"""Number of queries from which a bias is estimated."""
 
 
-def as_data(damage: Any, device: torch.device) -> Variant | Pairs | None:
-    """Returns a damage as a variant, or pairs with their arrays as tensors on ``device``."""
-    if damage is None or not isinstance(damage, (tuple, list)):
-        return None if damage is None else as_damage(damage)
-    if any(map(callable, damage)):
-        return as_damage(damage)
-    if len(damage) != 2:
-        raise AHopError(f"data must be a variant or a pair (index, query), got {len(damage)} values")
-    index, query = (from_numpy(each, device) for each in damage)
-    return index, query
+class Fitted(NamedTuple):
+    """What a fit found besides the similarity, which it changes in place.
 
-
-def sample_pairs(variant: Variant, stored: Stored, n: int, draw: torch.Generator) -> Pairs:
-    """Draws ``n`` queries of a bound variant, the same on all ranks of a sharded memory."""
-    index = torch.randint(stored.count, (n,), generator=draw, device=draw.device)
-    return index, variant(stored.sample(index), draw)
-
-
-def retrieval_batches(data: Variant | Pairs, stored: Stored, epochs: int, batch: int, draw: torch.Generator) -> Batches:
-    """Batches of ``(index, query)``: one random batch of a variant per epoch, or all of the given pairs per epoch.
-
-    Of given pairs, a tenth is held out. If that is too small an estimate, all of them are used for both.
+    Attributes:
+        temperature: scores divided by it are logits.
+        calibration: how scores become confidences, and the confidences of unknown queries; None if all patterns are
+            alike.
+        report: held-out accuracy.
     """
-    if isinstance(data, Variant):
-        fresh = sample_pairs(data, stored, HELD_OUT, draw)
-        draws = (sample_pairs(data, stored, batch, draw) for _ in range(epochs))
-        return Batches(epochs, draws, _split(fresh, batch))
-    index, query = data
-    size = min(int(HELD_OUT_SHARE * len(index)), HELD_OUT)
-    mixed = torch.randperm(len(index), generator=draw, device=draw.device)
-    held_out, kept = (mixed[:size], mixed[size:]) if size >= FEWEST_HELD_OUT else (mixed[:HELD_OUT], mixed)
-    count = math.ceil(len(kept) / batch)
-    orders = (torch.randperm(len(kept), generator=draw, device=draw.device) for _ in range(epochs))
-    # Of equal size: a small batch has a noisy gradient.
-    parts = (rows for order in orders for rows in torch.tensor_split(kept[order], count))
-    draws = ((index[rows], query[rows]) for rows in parts)
-    return Batches(epochs * count, draws, _split((index[held_out], query[held_out]), batch))
 
-
-def separation_batches(stored: Stored, epochs: int, batch: int, draw: torch.Generator) -> Batches:
-    """One batch per epoch: ``batch`` random patterns without replacement."""
-    orders = (torch.randperm(stored.count, generator=draw, device=draw.device) for _ in range(epochs))
-    return Batches(epochs, (stored.sample(order[:batch]) for order in orders))
-
-
-def _split(pairs: Pairs, batch: int) -> list[Pairs]:
-    """Splits pairs into batches, so that an evaluation needs little more memory than a step."""
-    return list(zip(*(torch.split(each, max(batch, EVALUATED)) for each in pairs), strict=True))
+    temperature: float
+    calibration: tuple[Calibration, Tensor] | None
+    report: FitReport
 
 
 @torch.no_grad()
-def estimate_bias(bias: Tensor, origin: Tensor, query: Tensor) -> None:
-    """Initializes a bias ``(d,)`` to the least-squares solution of ``query = a * origin + bias``, for ``(n, d)``.
+def fit(scorer: Scorer, damage: Any, by_label: bool, seed: int, progress: bool) -> Fitted:
+    """Learns the similarity of a memory in place; see :meth:`ahop_layers.AssociativeMemory.fit`."""
+    stored, similarity, device = scorer.stored, scorer.similarity, scorer.stored.patterns.device
+    if damage is None:
+        damage = questions.any_damage(stored.shape, allows_missing(similarity))
+    data = _read_damage(damage, scorer, by_label)
+    bar = _progress_bar(progress)
+    # Other numbers than those of the seed itself: patterns drawn with it would be values that replace others.
+    generator = torch.Generator(device).manual_seed(seed ^ 0x5851F42D4C957F2D)
+    kept = some_patterns(stored.count, stored.dim, generator)
+
+    def some(kept: Tensor) -> tuple[Tensor, Tensor | None]:
+        return stored.sample(kept), stored.class_of(kept) if by_label else None
+
+    if isinstance(data, Variant):
+        patterns, own = some(kept)
+        data = data.bind(patterns)
+        # Weights of several views need more queries.
+        several = is_solvable(similarity) and len(similarity.parts()) > 1
+        count = questions.MOST_QUERIES if several else questions.QUERIES
+        asked = questions.draw(data, patterns, own, generator, count)
+    else:
+        asked = questions.given(data, by_label, generator)
+        if not by_label:  # the patterns that queries belong to are among those that are kept
+            kept = torch.unique(torch.cat([asked.origin, kept]))
+            asked = asked._replace(origin=torch.searchsorted(kept, asked.origin))
+        patterns, own = some(kept)
+        asked = questions.with_intact(asked, patterns, own, generator)
+    bar.update()
+    bias = getattr(similarity, "bias", None)
+    if bias is not None and bias.requires_grad and not bias.any():
+        bias.copy_(_estimate_bias(*_bias_pairs(data, stored, by_label, generator)))
+    if isinstance(similarity, AutoSimilarity):
+        asked = asked._replace(query=scorer.clamped(asked.query))
+    temperature, report = learn(similarity, patterns, own, asked, generator, bar.update)
+    if stored.classes is not None and not by_label and not isinstance(data, Variant):
+        data = stored.class_of(data[0]), data[1]
+    generator = torch.Generator(device).manual_seed(seed ^ 0x2545F491 ^ 0x5851F42D4C957F2D)
+    calibration = calibrate(scorer, data, by_label, generator)
+    bar.update()
+    bar.close()
+    return Fitted(temperature, calibration, report)
+
+
+class _NoBar:
+    """A progress bar that shows nothing."""
+
+    def update(self) -> None:
+        """Counts a step."""
+
+    def close(self) -> None:
+        """Ends the bar."""
+
+
+def _progress_bar(progress: bool) -> Any:
+    """Returns a progress bar of tqdm, which shows nothing unless it writes to a terminal."""
+    if not progress or importlib.util.find_spec("tqdm") is None:
+        return _NoBar()
+    return importlib.import_module("tqdm").tqdm(total=STEPS, desc="fit", disable=None, leave=False)
+
+
+def _read_damage(damage: Any, scorer: Scorer, by_label: bool) -> Variant | Pairs:
+    """Returns a damage as a variant, or the index or class and the query of given pairs."""
+    if not isinstance(damage, (tuple, list)) or any(map(callable, damage)):
+        return as_damage(damage)
+    if len(damage) != 2:
+        raise AHopError(f"damage must be a variant or a pair (index, query), got {len(damage)} values")
+    stored, device = scorer.stored, scorer.stored.patterns.device
+    target, query = (from_numpy(each, device) for each in damage)
+    query = as_tensor("query", query, device)
+    check_same_device(query=query, patterns=stored.patterns)
+    query = query.to(torch.promote_types(query.dtype, stored.dtype))
+    query = query.flatten(1) if query.ndim == 1 + len(stored.shape) > 2 else query
+    if by_label:
+        classes, count = stored.given_classes(), len(query) if query.ndim else 0
+        given, names = as_labels(target, count, query.device, "labels of damage", "query", stored.names)
+        index = torch.searchsorted(classes.labels, given).clamp(max=len(classes.labels) - 1)
+        unknown = given[classes.labels[index] != given].tolist()
+        if unknown:
+            got = unknown[0] if names is None else repr(names[unknown[0]])
+            raise AHopError(f"labels of damage must be labels of stored patterns, got {got}")
+    else:
+        index = as_indices(target, stored.count, query.device)
+    if index.ndim != 1 or query.shape != (len(index), stored.dim) or not len(index):
+        rule = f"damage must be index (n,) and query (n, d) with d = {stored.dim} and n >= 1"
+        raise AHopError(f"{rule}, got {describe(index)} and {describe(query)}")
+    if has_unknown(query=query):
+        scorer.check_missing("query")
+    return index, query
+
+
+def _bias_pairs(data: Variant | Pairs, stored: Stored, by_label: bool, generator: torch.Generator) -> Pairs:
+    """Returns patterns, or the means of classes, and queries that belong to them: ``(n, d)`` each."""
+    if isinstance(data, Variant):
+        index = torch.randint(stored.count, (BIAS_QUERIES,), generator=generator, device=generator.device)
+        return stored.sample(index), data(stored.sample(index), generator)
+    index, query = data
+    if not by_label:
+        return stored.sample(index), query
+    classes, patterns = stored.given_classes(), stored.patterns.to(accumulation_dtype(stored.dtype))
+    sums = patterns.new_zeros(len(classes.labels), stored.dim).index_add(0, classes.of_pattern, patterns)
+    return (sums / classes.counts[:, None]).to(stored.dtype)[index], query
+
+
+def _estimate_bias(origin: Tensor, query: Tensor) -> Tensor:
+    """Returns the bias ``(d,)`` of the least-squares solution of ``query = a * origin + bias``, for ``(n, d)``.
 
     ``a`` is a scalar: masking and noise shrink the correlation with the pattern, but do not shift the mean. With a
-    single pattern it is unidentifiable, and 1. Gradient descent finds the bias only slowly, and until then the other
-    weights compensate for a wrong one.
+    single pattern it is unidentifiable, and 1.
     """
     wide = accumulation_dtype(query.dtype)
     query = query.to(wide)
@@ -99,61 +162,4 @@ def estimate_bias(bias: Tensor, origin: Tensor, query: Tensor) -> None:
     total = deviation.square().nansum()
     varies = total > 1e-6 * origin.square().nansum()  # more than the rounding of the mean
     slope = torch.where(varies, (deviation * query).nansum() / total, 1.0)
-    bias.copy_((query.nanmean(0) - slope * mean).nan_to_num(0.0))
-
-
-@torch.no_grad()
-def best_inverse_temperature(
-    scores: Callable[[Tensor], Iterable[Tensor]], measure: Measure, batches: Sequence[Pairs], ranks: Whole
-) -> Tensor:
-    """The factor of the scores that minimizes the loss of ``batches`` of targets and queries, a scalar.
-
-    ``scores`` yields those of queries ``(L, d)`` for one block of the patterns of this rank at a time. The search is
-    relative to their standard deviation, so that the result is inversely proportional to them. The loss falls without
-    limit if the largest score is always right, so the result is the smallest factor with a loss within 0.01 of the
-    minimum. It gives the scores a deviation of at least MIN_DEVIATION, also if no factor lowers the loss.
-    """
-    some = ranks.columns(torch.cat(list(scores(batches[0][1])), -1))
-    peak = some.abs().max().to(accumulation_dtype(some.dtype))
-    deviation = peak * (some / peak).std(-1, correction=0).square().mean().sqrt()  # squares could overflow
-    unit = torch.where(deviation > 0, deviation, 1.0).reciprocal()
-    count = sum(len(target) for target, _ in batches)
-
-    def search(factors: Tensor) -> Tensor:
-        losses = torch.zeros_like(factors)
-        for target, query in batches:
-            blocks = [block.to(unit.dtype) for block in scores(query)]
-            values = [measure((factor * unit * block for block in blocks), target) for factor in factors]
-            losses += len(target) / count * torch.stack(values)
-        return factors[(losses <= losses.min() + 0.01).int().argmax()]
-
-    octaves = torch.arange(-6, 11, device=unit.device).to(unit.dtype).exp2()
-    best = search(torch.cat([torch.zeros_like(octaves[:1]), octaves]))
-    if best > 0:
-        best = search(best * torch.arange(-0.9, 1.0, 0.1, device=unit.device).to(unit.dtype).exp2())
-    return unit * best.clamp(min=MIN_DEVIATION)
-
-
-# Losses of the logits ``(L, B)`` of consecutive blocks of the patterns of this rank: the mean over the queries.
-
-
-def measure_of(classes: Classes | None, ranks: Whole, made_of_patterns: bool) -> Measure:
-    """Returns the loss for queries of patterns; with ``classes``, of classes or of the classes of patterns."""
-    if classes is None:
-        return lambda blocks, index: ranks.cross_entropy(torch.cat(list(blocks), -1), index)
-    return partial(label_loss if made_of_patterns else class_loss, classes=classes, ranks=ranks)
-
-
-def class_loss(blocks: Iterable[Tensor], target: Tensor, classes: Classes, ranks: Whole) -> Tensor:
-    """The loss for queries of the classes ``target (L,)``, from 0 to ``n_classes - 1``."""
-    return functional.cross_entropy(class_logsumexp(blocks, classes, ranks), target)
-
-
-def label_loss(blocks: Iterable[Tensor], index: Tensor, classes: Classes, ranks: Whole) -> Tensor:
-    """The loss for queries of the classes of the patterns ``index (L,)``, each without that pattern.
-
-    A pattern is kept if it is the only one of its class.
-    """
-    target = ranks.pick(classes.of_pattern, index)
-    column = (index - ranks.start).masked_fill(classes.counts[target] == 1, -1)
-    return class_loss(leave_out(blocks, column), target, classes, ranks)
+    return (query.nanmean(0) - slope * mean).nan_to_num(0.0)

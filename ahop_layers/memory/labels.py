@@ -1,7 +1,7 @@
 """Labels of stored patterns: checks, classes, and scores of classes."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.memory.arrays import check_values, from_numpy, is_integer
-from ahop_layers.memory.shards import Whole
 
 
 class Classes(NamedTuple):
@@ -94,36 +93,26 @@ def classes_of(labels: Tensor) -> Classes:
     return Classes(distinct, counts, index)
 
 
-def class_logsumexp(blocks: Iterable[Tensor], classes: Classes, ranks: Whole) -> Tensor:
+def class_logsumexp(chunks: Iterable[Tensor], of_pattern: Tensor, n_classes: int) -> Tensor:
     """Returns the log-sum-exp of the scores of each class ``(L, n_classes)``.
 
-    ``blocks`` are the scores ``(L, B)``, in at least float32, of consecutive blocks of the patterns that this rank has.
+    ``chunks`` are the scores ``(L, n)``, in at least float32, of consecutive chunks of patterns of the classes
+    ``of_pattern (N,)``.
     """
     totals: list[Tensor] = []
     start = 0
-    for scores in blocks:
+    for scores in chunks:
         end = start + scores.shape[-1]
-        totals.append(_block_logsumexp(scores, classes.of_pattern[start:end], len(classes.labels)))
+        totals.append(_chunk_logsumexp(scores, of_pattern[start:end], n_classes))
         totals, start = [torch.logaddexp(*totals)] if len(totals) == 2 else totals, end
-    return totals[0] if ranks.alone else ranks.gather(totals[0]).logsumexp(0)
+    return totals[0]
 
 
-def _block_logsumexp(scores: Tensor, index: Tensor, n_classes: int) -> Tensor:
-    """The log-sum-exp of ``scores (L, B)`` for each class: ``(L, n_classes)``, -inf for a class without a pattern."""
+def _chunk_logsumexp(scores: Tensor, index: Tensor, n_classes: int) -> Tensor:
+    """The log-sum-exp of ``scores (L, n)`` for each class: ``(L, n_classes)``, -inf for a class without a pattern."""
     limits = torch.finfo(scores.dtype)
     with torch.no_grad():  # the result does not depend on the shift
         lowest = scores.new_full((len(scores), n_classes), -torch.inf)
         shift = lowest.scatter_reduce(-1, index.expand_as(scores), scores, "amax").clamp(limits.min, limits.max)
     exponentials = (scores - shift[:, index]).exp()
     return torch.zeros_like(shift).index_add(-1, index, exponentials).log() + shift
-
-
-def leave_out(blocks: Iterable[Tensor], index: Tensor) -> Iterator[Tensor]:
-    """Yields the scores ``(L, B)`` of each block, with -inf for the pattern ``index (L,)`` of each row, if any."""
-    start = 0
-    for scores in blocks:
-        column = (index - start)[:, None]
-        inside = (column >= 0) & (column < scores.shape[-1])
-        column = column.clamp(0, scores.shape[-1] - 1)
-        yield scores.scatter(-1, column, scores.gather(-1, column).masked_fill(inside, -torch.inf))
-        start += scores.shape[-1]

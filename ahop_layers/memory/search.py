@@ -1,86 +1,66 @@
 """Search: queries are scored against what a memory stored at one moment, and the best patterns are its hits."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ahop_layers.association import FIXED, Similarity, known_scores
-from ahop_layers.errors import AHopError, check_finite_rows, check_same_device, describe
-from ahop_layers.learning.auto import AutoSimilarity
+from ahop_layers.errors import AHopError, check_same_device, describe
 from ahop_layers.memory.arrays import as_tensor, top_k
-from ahop_layers.memory.shortlist import SAMPLE, Index, best_of_shortlist, first_stage, linear_scores
-from ahop_layers.memory.storage import Stored, read_values, scoring_dtype
+from ahop_layers.memory.labels import class_logsumexp
+from ahop_layers.memory.storage import Stored, read_values
+from ahop_layers.memory.variants import known_range
 from ahop_layers.ops.operators import check_differentiable
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.similarity.images import ImageSimilarity
-from ahop_layers.similarity.table import TableSimilarity
-from ahop_layers.variants import known_range
+from ahop_layers.similarity import protocol
 
-QUERY_ROWS = 256
-"""Number of queries that are scored at once where the scores of a block of patterns are not kept."""
+QUERIES_AT_ONCE = 256
+"""Number of queries that are scored at once where the scores of a chunk of patterns are not kept."""
 
-BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS = 2**21, 2**26
+CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS = 2**21, 2**26
 """Number of elements of the patterns that are scored at once, to bound the memory that a similarity needs."""
 
-BLOCK_SCORES = 2**23
+CHUNK_SCORES = 2**23
 """Number of scores that are stored at once where the scores of all patterns are needed."""
 
-KEPT_ELEMENTS = 2**28
-"""Maximum number of elements of copies of the patterns that are arranged by block: 1 GiB in float32."""
+PREPARED_ELEMENTS = 2**28
+"""Maximum number of elements of copies of the patterns that a similarity prepares: 1 GiB in float32."""
 
 
 class Queries(NamedTuple):
-    """Queries of all ranks as a matrix ``rows (L, d)``, of which those at ``own`` are of this rank.
-
-    ``missing`` says whether they or the patterns have unknown values. ``batch`` is the shape of the queries of this
-    rank without that of a pattern.
-    """
+    """Queries as ``rows (L, d)``, whether they or the patterns have unknown values, and their ``batch`` shape."""
 
     rows: Tensor
-    own: slice
     missing: bool
     batch: Sequence[int]
 
     def result(self, values: Tensor) -> Tensor:
-        """Returns the values ``(L, ...)`` of the queries of this rank: ``(*batch, ...)``."""
-        return values[self.own].reshape((*self.batch, *values.shape[1:]))
-
-
-class Candidates(NamedTuple):
-    """Patterns of each query, best first: scores and indices ``(L, m)``, of which the first ``k`` are its hits.
-
-    If ``short``, they are a shortlist. Otherwise all patterns were scored, and m is k.
-    """
-
-    scores: Tensor
-    indices: Tensor
-    k: int
-    short: bool
+        """Returns values ``(L, ...)`` in the shape of the queries: ``(*batch, ...)``."""
+        return values.reshape((*self.batch, *values.shape[1:]))
 
 
 class Scorer(NamedTuple):
     """Scores queries against what a memory stored at one moment."""
 
     stored: Stored
-    similarity: Similarity
-    modulation: nn.Module | None
+    similarity: protocol.Similarity
 
-    def queries(self, x: Any) -> Queries:
-        """Returns queries ``(..., d)``, or those in the shape of the patterns, as a matrix; those of all ranks."""
-        stored, error = self.stored, None
+    def queries(self, x: Any, call: str) -> Queries:
+        """Returns queries ``(..., d)``, or in the shape of the patterns, as a matrix, for the method ``call``."""
+        shards = self.stored.shards
         try:
-            rows, batch, missing = self._own_queries(x)
-        except AHopError as raised:
-            rows, batch, missing, error = stored.block(0, 0), (), False, raised
-        rows, own = stored.ranks.queries(rows, error)
-        rows = self.within_reach(rows)
-        missing = missing or stored.unknown or (not stored.ranks.alone and has_nan(rows))  # of other ranks
-        return Queries(rows, own, missing, batch)
+            rows, batch, missing = self._read_queries(x)
+        except AHopError as error:
+            if shards is not None:
+                shards.agree(f"{call}: {error}")
+            raise
+        if shards is not None:
+            shards.agree(call, rows)
+        return Queries(self.within_reach(rows), missing or self.stored.unknown, batch)
 
-    def _own_queries(self, x: Any) -> tuple[Tensor, Sequence[int], bool]:
+    def _read_queries(self, x: Any) -> tuple[Tensor, Sequence[int], bool]:
         stored, name = self.stored, "queries x"
         given = as_tensor(name, x, stored.patterns.device)
         axes = len(stored.shape)
@@ -94,24 +74,25 @@ class Scorer(NamedTuple):
             raise AHopError(f"{rule}, got {describe(given)}")
         check_same_device(**{name: given, "patterns": stored.patterns})
         check_differentiable(**{name: given, "patterns": stored.patterns})
-        rows, dtype = given.reshape(-1, stored.dim), stored.dtype
+        rows = given.reshape(-1, stored.dim)
         if torch.compiler.is_compiling():
-            return rows.to(dtype), batch, False
+            return rows.to(stored.dtype), batch, False
         missing, largest = read_values(name, rows)
         if missing:
             self.check_missing(name)
-        if largest > stored.largest:
-            held = next(each for each in (dtype, torch.float32, torch.float64) if largest <= torch.finfo(each).max)
-            dtype = scoring_dtype(held, stored.dim, min(max(largest, 1.0), 1e100))
+        dtype, limit = stored.dtype, _largest_value(stored.dtype, stored.dim)
+        if largest > max(limit, stored.largest):  # beyond float16, or nonsense
+            dtype = accumulation_dtype(dtype)
+            limit = _largest_value(dtype, stored.dim)
+            rows = rows.clamp(-limit, limit)
         return rows.to(dtype), batch, missing
 
     def within_reach(self, rows: Tensor) -> Tensor:
         """Clamps ``rows (L, d)`` as :meth:`clamped` where a learned score does not saturate."""
-        unbounded = isinstance(self.similarity, AutoSimilarity) and not self.similarity.saturates
-        return self.clamped(rows) if unbounded else rows
+        return self.clamped(rows) if protocol.is_unbounded(self.similarity) else rows
 
     def clamped(self, rows: Tensor) -> Tensor:
-        """Clamps values that are farther from those of the patterns than these are from each other.
+        """Clamps values that are farther from the stored ones than these are from each other.
 
         Such a value is wrong, however far away it is, and must not decide a score alone.
         """
@@ -119,151 +100,116 @@ class Scorer(NamedTuple):
         return rows.clamp(low.to(rows.dtype), high.to(rows.dtype))
 
     def _reach(self) -> tuple[Tensor, Tensor]:
-        """Returns how far a value may be from those of the patterns of all ranks: its limits, ``(d,)`` each."""
+        """Returns how far a value may be from those of the patterns: its limits, ``(d,)`` each."""
         patterns, wide = self.stored.patterns, accumulation_dtype(self.stored.dtype)
         found = known_range(patterns) if patterns.is_floating_point() else patterns.aminmax(dim=0)
-        lows, highs = self.stored.ranks.gather(torch.stack(tuple(found)).to(wide)).unbind(1)
-        low, high = lows.nan_to_num(torch.inf).amin(0), highs.nan_to_num(-torch.inf).amax(0)
+        low, high = (each.to(wide) for each in found)
+        if self.stored.shards is not None:
+            low, high = (self.stored.shards.gather(each) for each in (low, high))
+            low, high = low.nan_to_num(torch.inf).amin(0), high.nan_to_num(-torch.inf).amax(0)
+        low, high = low.nan_to_num(torch.inf), high.nan_to_num(-torch.inf)
         span = high - low
         span = torch.where(span > 0, span, span.max().clamp(min=0))
         nothing = low > high
         return (low - span).masked_fill(nothing, -torch.inf), (high + span).masked_fill(nothing, torch.inf)
 
-    def allows_missing(self) -> bool:
-        """Returns whether the similarity can score pairs with missing values."""
-        adaptive = isinstance(self.similarity, (AdaptiveSimilarity, ImageSimilarity, TableSimilarity))
-        allowed = adaptive or getattr(self.similarity, "allows_missing", False) or self.similarity in FIXED.values()
-        return self.modulation is None and allowed
-
     def check_missing(self, name: str) -> None:
         """Raises if the similarity cannot score pairs with missing values."""
-        if not self.allows_missing():
+        if not protocol.allows_missing(self.similarity):
             raise AHopError(f"{name} must not hold NaN for this similarity, got NaN: similarity='auto' allows it")
 
-    def modulated(self, patterns: Tensor) -> Tensor:
-        """Transforms patterns ``(S, d)`` by the modulation, if there is one."""
-        modulated: Tensor = patterns if self.modulation is None else self.modulation(patterns)
-        return modulated
-
     def scores(self, rows: Tensor, missing: bool | None = None) -> Tensor:
-        """Scores ``rows (L, d)`` against the patterns of all ranks: ``(L, N)``."""
-        return self.stored.ranks.columns(torch.cat(list(self.blocks(rows, missing)), -1))
+        """Scores ``rows (L, d)`` against all patterns: ``(L, N)``."""
+        own, shards = torch.cat(list(self.chunks(rows, missing)), -1), self.stored.shards
+        return own if shards is None else shards.columns(own)
 
-    def blocks(self, rows: Tensor, missing: bool | None = None) -> Iterator[Tensor]:
-        """Yields the scores of ``rows (L, d)`` for one block of the patterns of this rank at a time.
+    def chunks(self, rows: Tensor, missing: bool | None = None) -> Iterator[Tensor]:
+        """Yields the scores of ``rows (L, d)`` for one chunk of the patterns of this rank at a time.
 
         ``missing`` says whether queries or patterns have unknown values; None reads the queries for NaN.
         """
-        stored, prior = self.stored, self.stored.own_prior
+        stored = self.stored
         if missing is None:
             missing = stored.unknown or has_nan(rows)
             if missing:
                 self.check_missing("queries")
-        size, copies = self._block_size(len(rows)), self._arranged()
+        size, copies = self._chunk_size(len(rows)), self._prepared()
         for start in range(0, len(stored.patterns), size):
-            key = self.modulated(stored.block(start, size))
-            arranged = None
-            if copies is not None:
-                arranged = [None if copy is None else copy[start : start + size] for copy in copies]
-            scores = self._compare(rows, key, missing, arranged)
-            yield scores if prior is None else scores + prior[start : start + len(key)]
+            prepared = None if copies is None else [copy[start : start + size] for copy in copies]
+            yield self._compare(rows, stored.chunk(start, size), missing, prepared)
 
-    def pairs(self, rows: Tensor, indices: Tensor, missing: bool) -> Tensor:
-        """Scores each query ``rows (L, d)`` against its own patterns ``indices (L, m)`` of this rank: ``(L, m)``."""
-        stored, prior, parts = self.stored, self.stored.own_prior, []
-        size = max(1, BLOCK_ELEMENTS // (indices.shape[1] * rows.shape[1]))
-        for queries, places in zip(torch.split(rows, size), torch.split(indices, size), strict=True):
-            key = self.modulated(stored.patterns[places.flatten()].to(stored.dtype))
-            key = key.reshape(*places.shape, key.shape[-1])
-            if isinstance(self.similarity, (AdaptiveSimilarity, ImageSimilarity)):
-                parts.append(self._compare(queries[:, None], key, missing).squeeze(1))
-            else:
-                parts += [self._compare(query[None], each, missing) for query, each in zip(queries, key, strict=True)]
-        scores = torch.cat(parts) if parts else rows.new_empty(indices.shape)
-        return scores if prior is None else scores + prior[indices]
-
-    def search(self, asked: Queries, k: int, m: int | None, index: Index | None) -> Candidates:
-        """Finds the ``k`` best patterns of each query, out of all or of a shortlist of ``m``."""
-        chunks = torch.split(asked.rows, QUERY_ROWS)
-        short = m is not None and m < self.stored.count
-        if m is not None and short:
-            parts = [self._shortlist(chunk, k, m, asked.missing, index) for chunk in chunks]
-        else:
-            size, ranks = min(k, len(self.stored.patterns)), self.stored.ranks
-            parts = [ranks.best(*top_k(self.blocks(chunk, asked.missing), size), k) for chunk in chunks]
+    def search(self, asked: Queries, k: int) -> tuple[Tensor, Tensor]:
+        """Returns the scores and indices of the ``k`` best patterns of each query, best first: ``(L, k)`` each."""
+        parts, size, shards = [], min(k, len(self.stored.patterns)), self.stored.shards
+        for rows in torch.split(asked.rows, QUERIES_AT_ONCE):
+            found = top_k(self.chunks(rows, asked.missing), size)
+            parts.append(found if shards is None else shards.best(*found, k))
         scores, indices = (torch.cat(each) for each in zip(*parts, strict=True))
-        return Candidates(scores, indices, k, short)
-
-    def _shortlist(self, rows: Tensor, k: int, m: int, missing: bool, index: Index | None) -> tuple[Tensor, Tensor]:
-        """Returns the scores and indices of a shortlist of ``m`` patterns, best first."""
-        stored, size = self.stored, min(SAMPLE, self.stored.count)
-        sample = stored.sample(torch.arange(size, device=rows.device) * stored.count // size)
-        filled, center = rows, None
-        if missing:  # the first stage replaces unknown values by the mean of their dimension
-            center = sample.nanmean(0).nan_to_num(0.0)
-            filled, sample = (torch.where(each.isnan(), center, each) for each in (rows, sample))
-        linear = linear_scores(self.similarity, self.modulated, filled, sample)
-        own = min(m, len(stored.patterns))
-        if index is None:
-            first, indices = first_stage(linear, stored, own, center if stored.unknown else None)
-        else:
-            index.check(stored)
-            first, indices = index.shortlist(linear, own)
-        scores = self.pairs(rows, indices, missing).masked_fill(first == -torch.inf, -torch.inf)
-        ranks = stored.ranks
-        first, scores, indices = (ranks.columns(each, m) for each in (first, scores, indices + ranks.start))
-        scores, indices = best_of_shortlist(first, scores, indices, m)
-        if index is not None and ((first > -torch.inf).sum(-1) < k).any():
-            check_finite_rows(**{"queries x": filled})
-            raise AHopError(f"the index must find at least k = {k} patterns for a query, got fewer: set its nprobe")
         return scores, indices
 
-    def _compare(self, query: Tensor, key: Tensor, missing: bool, arranged: Any = None) -> Tensor:
-        """Scores ``query (..., L, d)`` against modulated patterns ``key (..., S, d)``."""
-        key = key.to(query.dtype)
-        if missing and self.similarity in FIXED.values():
-            return known_scores(self.similarity, query, key)
-        options: dict[str, Any] = {"missing": True} if missing else {}
-        if arranged is not None:
-            options["arranged"] = [None if copy is None else copy.to(query.dtype) for copy in arranged]
-        scores, patterns = self.similarity(query, key, **options), self.stored.patterns
-        in_units = isinstance(self.similarity, AdaptiveSimilarity) and self.similarity.units is not None
+    def logsumexp(self, asked: Queries, factor: float | Tensor, by_class: bool) -> Tensor:
+        """Returns the log-sum-exp of ``factor`` times the scores: of each class ``(L, C)``, or of all ``(L, 1)``.
+
+        It is computed in the accumulation dtype, because the products can exceed float16.
+        """
+        stored, wide, parts = self.stored, accumulation_dtype(self.stored.dtype), []
+        for rows in torch.split(asked.rows, QUERIES_AT_ONCE):
+            logits = (factor * scores.to(wide) for scores in self.chunks(rows, asked.missing))
+            if by_class:
+                parts.append(class_logsumexp(logits, stored.own_classes, len(stored.given_classes().labels)))
+            else:
+                parts.append(torch.stack([each.logsumexp(-1) for each in logits]).logsumexp(0)[:, None])
+        own = torch.cat(parts)
+        return own if stored.shards is None else stored.shards.logsumexp(own)
+
+    def explain(self, rows: Tensor, index: Tensor) -> Tensor:
+        """Returns what each dimension adds to the score of queries ``(L, d)`` and patterns ``index (L,)``: ``(L, d)``.
+
+        What a block adds is divided equally among its known dimensions. An unknown value adds 0.
+        """
+        return protocol.explain(self.similarity, rows, self.stored.sample(index).to(rows.dtype))
+
+    def _compare(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None) -> Tensor:
+        """Scores ``query (..., L, d)`` against patterns ``key (..., S, d)``."""
+        scores = protocol.score(self.similarity, query, key.to(query.dtype), missing, prepared)
+        patterns, in_units = self.stored.patterns, getattr(self.similarity, "units", None) is not None
         return scores.to(patterns.dtype) if in_units and patterns.is_floating_point() else scores  # without a scale
 
-    def _arranged(self) -> Sequence[Tensor | None] | None:
-        """Returns copies of the patterns as the similarity arranges them, if it needs any."""
-        stored, similarity = self.stored, self.similarity
-        if not isinstance(similarity, (AdaptiveSimilarity, ImageSimilarity)) or self.modulation is not None:
-            return None
-        sources = similarity.sources()
+    def _prepared(self) -> Sequence[Tensor] | None:
+        """Returns copies of the patterns as the similarity prepares them, if it needs any."""
+        stored, prepare = self.stored, getattr(self.similarity, "prepare", None)
+        sources = protocol.sources(self.similarity)
         elements = len(stored.patterns) * sum(source.shape[-1] for source in sources if source.ndim)
-        if not 0 < elements <= KEPT_ELEMENTS or torch.compiler.is_compiling():
+        if prepare is None or not 0 < elements <= PREPARED_ELEMENTS or torch.compiler.is_compiling():
             return None
         if stored.patterns.requires_grad or any(each.is_inference() for each in (stored.patterns, *sources)):
             return None  # no gradient; no version counter
 
-        def copies() -> tuple[Any, Sequence[Tensor | None]]:
-            return sources, similarity.arrange(stored.block(0, stored.count))
+        def copies() -> tuple[Any, Sequence[Tensor]]:
+            return sources, prepare(stored.chunk(0, len(stored.patterns)))
 
-        found: Sequence[Tensor | None]
+        found: Sequence[Tensor]
         versions = [(id(source), source._version) for source in sources]  # the ids stay in use
-        _, found = stored.keep(f"arranged {versions}", copies)
+        _, found = stored.keep(f"prepared {versions}", copies)
         return found
 
-    def _block_size(self, queries: int) -> int:
+    def _chunk_size(self, queries: int) -> int:
         """Returns the number of patterns that are scored at once.
 
-        More than QUERY_ROWS queries are only scored at once where all scores are kept, so that small blocks would save
-        no memory. On a GPU, each call has a fixed cost. Some similarities need several times the memory of a block.
+        More than QUERIES_AT_ONCE queries are only scored at once where all scores are kept, so that small chunks would
+        save no memory. On a GPU, each call has a fixed cost. Some similarities need several times the memory of a
+        chunk.
         """
-        similarity, dim, queries = self.similarity, self.stored.dim, max(1, queries)
-        size = max(1, min(BLOCK_ELEMENTS // dim, BLOCK_SCORES // min(queries, QUERY_ROWS)))
-        single = isinstance(similarity, AutoSimilarity) or (
-            isinstance(similarity, AdaptiveSimilarity) and similarity.is_single()
-        )
-        if not single or self.stored.patterns.device.type != "cuda":
+        dim, queries = self.stored.dim, max(1, queries)
+        size = max(1, min(CHUNK_ELEMENTS // dim, CHUNK_SCORES // min(queries, QUERIES_AT_ONCE)))
+        if not protocol.is_fused(self.similarity) or self.stored.patterns.device.type != "cuda":
             return size
-        return max(size, min(GPU_BLOCK_ELEMENTS // dim, BLOCK_SCORES // queries))
+        return max(size, min(GPU_CHUNK_ELEMENTS // dim, CHUNK_SCORES // queries))
+
+
+def _largest_value(dtype: torch.dtype, dim: int) -> float:
+    """Returns the largest value for which the sum of ``dim`` squared differences does not overflow."""
+    return math.sqrt(torch.finfo(dtype).max / (4 * dim))
 
 
 def has_nan(rows: Tensor) -> bool:

@@ -1,6 +1,5 @@
 """What a memory stores: an immutable state that is replaced as a whole, and files of it."""
 
-import glob
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ahop_layers import files
 from ahop_layers.errors import FINITE_BLOCK, AHopError, describe, has_unknown
-from ahop_layers.learning.auto import AutoSimilarity
 from ahop_layers.memory.arrays import as_tensor, check_values
 from ahop_layers.memory.labels import Classes, Ids, as_ids, as_labels, classes_of
-from ahop_layers.memory.shards import Whole
+from ahop_layers.memory.learn.auto import AutoSimilarity
+from ahop_layers.memory.shards import Shards
 from ahop_layers.ops.reference import accumulation_dtype
 
 STORED = ("patterns", "labels", "names", "ids")
@@ -33,16 +32,15 @@ class Stored:
     """The patterns of a memory and all that belongs to them. A memory replaces it, so that a search sees one state.
 
     Attributes:
-        patterns: ``(n, d)``, of this rank, floating-point or uint8.
+        patterns: ``(n, d)``, floating-point or uint8; of a sharded memory, the part of this rank.
         shape: the shape of a pattern as it was given, ``(d,)`` or that of an image.
         unknown: whether a pattern holds NaN.
-        largest: the largest absolute value of all patterns, of all ranks; 0 if it is not known.
-        labels: the class of each pattern ``(n,)``, of this rank.
+        largest: the largest absolute value of all patterns; 0 if it is not known.
+        labels: the class of each pattern ``(N,)``, of all ranks.
         names: the names of the classes, if they have any: a label is an index of them.
         ids: the name of each pattern, of all ranks.
-        prior: a log-probability of each pattern ``(N,)``, of all ranks.
-        ranks: the part of all patterns that this rank keeps.
-        classes: the classes, with the class of each pattern of this rank.
+        shards: which part of the patterns this rank keeps, if the memory is sharded.
+        classes: the classes, with the class of each pattern of all ranks.
         dtype: the dtype in which patterns are scored, see :func:`scoring_dtype`.
     """
 
@@ -53,8 +51,7 @@ class Stored:
     labels: Tensor | None
     names: tuple[str, ...] | None
     ids: Ids | None
-    prior: nn.Parameter | None
-    ranks: Whole
+    shards: Shards | None = None
     classes: Classes | None = None
     dtype: torch.dtype = field(init=False, repr=False)
     _kept: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
@@ -75,23 +72,24 @@ class Stored:
     @property
     def count(self) -> int:
         """The number of patterns, of all ranks together."""
-        return self.ranks.count
+        return len(self.patterns) if self.shards is None else self.shards.count
 
     @property
-    def own_prior(self) -> Tensor | None:
-        """The prior of the patterns of this rank."""
-        return None if self.prior is None else self.prior[self.ranks.start : self.ranks.stop]
+    def own_classes(self) -> Tensor:
+        """The class of each pattern of this rank ``(n,)``; raises if there are none."""
+        of_pattern = self.given_classes().of_pattern
+        return of_pattern if self.shards is None else of_pattern[self.shards.start : self.shards.stop]
 
     def shaped(self, rows: Tensor) -> Tensor:
         """Returns rows ``(..., d)`` in the shape in which patterns were given."""
         return rows if len(self.shape) == 1 else rows.reshape(*rows.shape[:-1], *self.shape)
 
     def sample(self, index: Tensor) -> Tensor:
-        """Returns the patterns ``index (n,)``, of all ranks, in :attr:`dtype`."""
-        return self.ranks.pick(self.patterns, index).to(self.dtype)
+        """Returns the patterns ``index (n,)`` in :attr:`dtype`."""
+        return self.patterns[index].to(self.dtype)
 
-    def block(self, start: int, size: int) -> Tensor:
-        """Returns ``size`` patterns of this rank in :attr:`dtype`."""
+    def chunk(self, start: int, size: int) -> Tensor:
+        """Returns ``size`` patterns from ``start`` on in :attr:`dtype`."""
         return self.patterns[start : start + size].to(self.dtype)
 
     def given_classes(self) -> Classes:
@@ -101,8 +99,8 @@ class Stored:
         return self.classes
 
     def class_of(self, index: Tensor) -> Tensor:
-        """Returns the class of each pattern ``index (...)``, of all ranks."""
-        return self.ranks.pick(self.given_classes().of_pattern, index.flatten()).reshape(index.shape)
+        """Returns the class of each pattern ``index (...)``."""
+        return self.given_classes().of_pattern[index]
 
     def given_ids(self) -> Ids:
         """Returns the ids, or raises if there are none."""
@@ -115,7 +113,7 @@ class Stored:
         return labels if self.names is None else nested(labels.tolist(), self.names)
 
     def place_of(self) -> dict[str | int, int]:
-        """Returns the index of each id, of all ranks; raises if there are no ids."""
+        """Returns the index of each id; raises if there are no ids."""
         places: dict[str | int, int] = self.keep("places", lambda: {id: at for at, id in enumerate(self.given_ids())})
         return places
 
@@ -139,14 +137,14 @@ class Stored:
         return kept[1]
 
     def product(self, weights: Tensor, known: bool = False) -> Tensor:
-        """Sums the patterns of this rank, or which of their values are ``known``, with ``weights (..., n)``."""
+        """Sums the patterns, or which of their values are ``known``, with ``weights (..., n)``."""
         if self.patterns.dtype == self.dtype and not self.unknown:
             return weights @ self.patterns
         size, total = max(1, 2**21 // self.dim), weights.new_zeros(*weights.shape[:-1], self.dim)
         for start in range(0, len(self.patterns), size):
-            block = self.block(start, size)
-            block = (~block.isnan()).to(self.dtype) if known else block.nan_to_num(0.0)
-            total = total + weights[..., start : start + size] @ block
+            chunk = self.chunk(start, size)
+            chunk = (~chunk.isnan()).to(self.dtype) if known else chunk.nan_to_num(0.0)
+            total = total + weights[..., start : start + size] @ chunk
         return total
 
     def spread(self) -> Tensor:
@@ -155,47 +153,27 @@ class Stored:
         return torch.arange(0, self.count, step, device=self.patterns.device)
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> "Stored":
-        """Applies a function, such as a conversion, to all tensors except the prior, which is a parameter."""
+        """Applies a function, such as a conversion, to all tensors."""
         labels = None if self.labels is None else function(self.labels)
-        classes = None if self.classes is None else Classes(*map(function, self.classes))
-        return replace(self, patterns=function(self.patterns), labels=labels, classes=classes)
-
-    def sharded(self, ranks: Whole) -> "Stored":
-        """Returns the part of one of several ranks, out of the patterns and labels of all."""
-        part = slice(ranks.start, ranks.stop)
-        labels, classes = self.labels, self.classes
-        if labels is not None and classes is not None:
-            labels, classes = labels[part].clone(), classes._replace(of_pattern=classes.of_pattern[part].clone())
-        return replace(self, patterns=self.patterns[part].clone(), labels=labels, classes=classes, ranks=ranks)
-
-    def _alone(self, patterns: Tensor, labels: Tensor | None, **others: Any) -> "Stored":
-        """Returns other patterns, all on one rank, with their labels and ``others`` of the attributes."""
-        whole = Whole(len(patterns))
-        return replace(self, patterns=patterns, labels=labels, classes=None, ranks=whole, **others)
-
-    def _prior(self, values: Callable[[Tensor], Tensor]) -> nn.Parameter | None:
-        """Returns a prior that is computed from this one, if there is one."""
-        prior = self.prior
-        return None if prior is None else nn.Parameter(values(prior.detach()), requires_grad=prior.requires_grad)
+        return replace(self, patterns=function(self.patterns), labels=labels, classes=None)
 
     def take(self, index: Tensor) -> "Stored":
-        """Returns the patterns ``index (n,)`` of all ranks, with their classes as labels and without ids."""
+        """Returns the patterns ``index (n,)``, with their classes as labels and without ids."""
         labels = None if self.classes is None else self.class_of(index)
-        prior = self._prior(lambda values: values[index])
-        return self._alone(self.sample(index), labels, names=None, ids=None, prior=prior)
+        return replace(self, patterns=self.sample(index), labels=labels, classes=None, names=None, ids=None)
 
     def only(self, index: Tensor) -> "Stored":
         """Returns the patterns ``index (n,)``, with all that belongs to them."""
         labels = None if self.labels is None else self.labels[index]
         ids = None if self.ids is None else tuple(self.ids[place] for place in index.tolist())
-        patterns, prior = self.patterns[index], self._prior(lambda prior: prior[index])
+        patterns = self.patterns[index]
         unknown = self.unknown and bool(patterns.isnan().any())
-        return self._alone(patterns, labels, ids=ids, prior=prior, unknown=unknown)
+        return replace(self, patterns=patterns, labels=labels, classes=None, ids=ids, unknown=unknown)
 
     def joined(self, added: "Stored", replaces: bool) -> tuple["Stored", Tensor]:
         """Returns these patterns and those ``added``, and the indices of the latter ``(n,)``.
 
-        If ``replaces``, a pattern takes the place of the one with its id. Others are at the end, with the mean prior.
+        If ``replaces``, a pattern takes the place of the one with its id. Others are at the end.
         """
         before, n, ids = len(self.patterns), len(added.patterns), self.ids
         place = torch.arange(before, before + n, device=self.patterns.device)
@@ -216,14 +194,13 @@ class Stored:
             return both
 
         labels = None if self.labels is None or added.labels is None else join(self.labels, added.labels)
-        prior = self._prior(lambda prior: torch.cat([prior, prior.mean().expand(int((~old).sum()))]))
         patterns, names = join(self.patterns, added.patterns), added.names
         if labels is not None and names is not None and list(names) != sorted(names):
             order = torch.tensor(sorted(range(len(names)), key=names.__getitem__), device=labels.device)
             labels, names = order.argsort()[labels], tuple(sorted(names))
         unknown = added.unknown or (self.unknown and bool(patterns.isnan().any()))
-        values = {"names": names, "ids": ids, "prior": prior, "unknown": unknown}
-        return self._alone(patterns, labels, **values, largest=max(self.largest, added.largest)), place
+        values: dict[str, Any] = {"labels": labels, "classes": None, "names": names, "ids": ids, "unknown": unknown}
+        return replace(self, patterns=patterns, **values, largest=max(self.largest, added.largest)), place
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns what a state dict holds of the patterns."""
@@ -281,7 +258,7 @@ def make_stored(
         codes, names = as_labels(labels, len(patterns), patterns.device, called, names=names)
     unknown, largest = read_values(name, patterns, check)
     ids = None if ids is None else as_ids(ids, len(patterns))
-    return Stored(patterns, shape, unknown, largest, codes, names or None, ids, None, Whole(len(patterns)))
+    return Stored(patterns, shape, unknown, largest, codes, names or None, ids)
 
 
 def read_values(name: str, patterns: Tensor, check: bool = True) -> tuple[bool, float]:
@@ -292,12 +269,12 @@ def read_values(name: str, patterns: Tensor, check: bool = True) -> tuple[bool, 
     if patterns.is_meta or not patterns.is_floating_point() or not patterns.numel():
         return False, 0.0
     rows = patterns if check else patterns[:: max(1, patterns.numel() // FINITE_BLOCK)]
-    blocks = torch.split(rows, max(1, FINITE_BLOCK // rows.shape[1]))
-    largest = torch.stack([torch.stack(block.aminmax()) for block in blocks]).abs().max().item()
+    chunks = torch.split(rows, max(1, FINITE_BLOCK // rows.shape[1]))
+    largest = torch.stack([torch.stack(chunk.aminmax()) for chunk in chunks]).abs().max().item()
     if math.isfinite(largest):
         return False, largest
     unknown = check and has_unknown(**{name: patterns})
-    return unknown, max(block.nan_to_num(0.0, 0.0, 0.0).abs().max().item() for block in blocks)
+    return unknown, max(chunk.nan_to_num(0.0, 0.0, 0.0).abs().max().item() for chunk in chunks)
 
 
 def scoring_dtype(dtype: torch.dtype, dim: int, largest: float) -> torch.dtype:
@@ -382,29 +359,12 @@ def unchanged_on_error(module: Any) -> Iterator[None]:
         raise
 
 
-def part_path(path: Path, rank: int, ranks: int) -> Path:
-    """Returns the file of one of several ranks."""
-    return path.with_name(f"{path.stem}-{rank + 1:05d}-of-{ranks:05d}{path.suffix}")
-
-
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors and the header of a memory, out of one file or of those of all ranks of a sharded memory."""
-    number = 5 * "[0-9]"
-    parts = sorted(path.parent.glob(f"{glob.escape(path.stem)}-{number}-of-{number}{glob.escape(path.suffix)}"))
-    whole = [path] if path.is_file() else []
-    if parts and (whole or parts != [part_path(path, rank, len(parts)) for rank in range(len(parts))]):
-        got = ", ".join(part.name for part in (*whole, *parts))
-        raise AHopError(f"path must have one file, or the files of all ranks, got {got}")
-    found = [files.read(part, KEY, "AssociativeMemory.save") for part in parts or [path]]
-    tensors, header = found[0]
-    version = header.get("version")
-    if version != VERSION:
-        raise AHopError(f"the file must have the version {VERSION} of this ahop-layers, got {version!r}")
-    alike = all({*each} == {*tensors} and own == header for each, own in found)
-    if not alike or len({each["patterns"].shape[1:] for each, _ in found if "patterns" in each}) > 1:
-        raise AHopError(f"path must have files of one call of save, got those of several: {parts[0].name}, …")
-    names = [name for name in ("patterns", "labels") if name in tensors and parts]
-    return tensors | {name: torch.cat([each[name] for each, _ in found]) for name in names}, header
+    """Returns the tensors and the header of the file of a memory."""
+    tensors, header = files.read(path, KEY, "AssociativeMemory.save")
+    if header.get("version") != VERSION:
+        raise AHopError(f"the file must have the version {VERSION} of this ahop-layers, got {header.get('version')!r}")
+    return tensors, header
 
 
 def stored_from(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

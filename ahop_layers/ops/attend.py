@@ -1,9 +1,9 @@
 """Adaptive attention as one operator: score, mask, softmax, dropout and readout, without a tensor of all scores.
 
-``ahop::attend`` takes an :class:`~ahop_layers.ops.protocols.AttentionCall`. Its results are the readout
-``(N, H, L, e)`` in the dtype of ``value``, and ``log_sum (N, H, L)``, the natural logarithm of the sum of
-``exp(score)`` of each query, which has no gradient. A query without any key reads zeros, and its ``log_sum`` is
-infinite.
+``ahop::attend`` takes an :class:`~ahop_layers.ops.protocols.AttentionCall`. Its result is the readout ``(N, H, L, e)``
+in the dtype of ``value``. It is the differentiable composite of ``ahop::attend_forward``, which also returns
+``log_sum (N, H, L)``, the natural logarithm of the sum of ``exp(score)`` of each query, and ``ahop::attend_backward``.
+A query without any key reads zeros, and its ``log_sum`` is infinite.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from ahop_layers.ops import operators
 from ahop_layers.ops.backend import choose_attention
 from ahop_layers.ops.gpu import attend as fused
 from ahop_layers.ops.gpu import launch as gpu
-from ahop_layers.ops.operators import check_tensor, register
+from ahop_layers.ops.operators import call_backward, check_tensor, register, register_composite
 from ahop_layers.ops.protocols import Attention, AttentionCall
 from ahop_layers.ops.reference import accumulation_dtype
 
@@ -76,9 +76,8 @@ def attend(
     """
     operators.check_differentiable(query=query, key=key, value=value, weight=weight)
     query, key, value = autocast(query, key, value)
-    names, fusible = tuple(bases), backend == "auto" and query.is_cuda
-    early = mask is not None or dropout > 0 or not fusible  # before a mask or a seed is made in vain
-    if optional and early and not prefers_attend(AttentionCall(query, key, value, weight, mask, bases=names)):
+    names = tuple(bases)
+    if optional and not prefers_attend(AttentionCall(query, key, value, weight, mask, bases=names)):
         return None
     if mask is not None and mask.is_floating_point():
         mask, causal = _near_zero(mask, causal, query.shape[2], key.shape[2]), False
@@ -92,17 +91,10 @@ def attend(
         weight, beta = weight.expand(heads, -1, -1), None if beta is None else beta.expand(heads, -1)
     # A seed on the device, from torch's generator: CUDA graphs and checkpointing replay it.
     seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout else None
-    call = AttentionCall(query, key, value, weight, mask, seed, names, causal, float(dropout), beta, scaling)
-    given = [tensor for tensor in (*call[:6], beta) if tensor is not None]
-    plan = _plan(call, backend) if fusible and operators.is_plain_call(*given) else None
-    if plan is None:
-        if optional and not prefers_attend(call):
-            return None
-        return torch.ops.ahop.attend.default(*call[:6], ",".join(names), *call[7:9], backend, beta, scaling)[0]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-        apply: Any = _Attend.apply
-        return apply(plan, *call)
-    return plan.forward(call)[0]
+    args = query, key, value, weight, mask, seed, ",".join(names), causal, float(dropout), backend, beta, scaling
+    if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in args):
+        return torch.ops.ahop.attend.default(*args)
+    return torch.ops.ahop.attend_forward.default(*args)[0]
 
 
 def _are_factors(beta: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -117,44 +109,6 @@ def _combine(weight: Tensor, beta: Tensor | None, scaling: float | Tensor, dtype
     weight = weight.to(accumulation_dtype(weight.dtype))
     weight = weight if not isinstance(scaling, Tensor) and scaling == 1 else weight * scaling
     return weight.to(accumulation_dtype(dtype))
-
-
-def _plan(call: AttentionCall, backend: str) -> fused.Plan | None:
-    """Returns the plan of a fused kernel, None if there is none for the call, which the first of its kind validates."""
-    plan = fused.planned(call)
-    if plan is None and fused.serves(call):
-        plan = fused.plan(_checked(call, backend))
-    return plan
-
-
-class _Attend(torch.autograd.Function):
-    """Fused attention and its gradient without the dispatcher, see :func:`operators.is_plain_call`."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: fused.Plan, *inputs: Any) -> Tensor:
-        """Computes the readout."""
-        call = AttentionCall(*inputs)
-        _check_no_mask_grad(ctx.needs_input_grad[5])
-        plan.compile_ahead()
-        out, log_sum = plan.forward(call)
-        ctx.plan, ctx.options = plan, (*call[6:9], call.scaling)
-        ctx.save_for_backward(*call[:6], call.beta, out, log_sum)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Computes the gradients; a second derivative is refused by the operator."""
-        tensors, options = ctx.saved_tensors, ctx.options  # read once: under checkpointing, a second read raises
-        *inputs, beta, out, log_sum = tensors
-        call = AttentionCall(*[*inputs, *options[:3], beta, options[3]])
-        need = [*ctx.needs_input_grad[1:5], ctx.needs_input_grad[10]]
-        if torch.is_grad_enabled():
-            results = out, log_sum, ",".join(call.bases), *call[7:9], "auto", *call[9:], need
-            grads = torch.ops.ahop.attend_backward.default(grad, *inputs, *results)
-        else:
-            grads = ctx.plan.backward(call, grad, out, log_sum, need)
-        *found, slope = (x if wanted else None for x, wanted in zip(grads, need, strict=True))
-        return None, *found, *[None] * 5, slope, None
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,7 +188,7 @@ def _prepare(args: Sequence[Any]) -> tuple[AttentionCall, Attention]:
 
 
 def _split(args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Splits the arguments of ``ahop::attend_backward``: those of the call; gradient, results and ``need``."""
+    """Splits the arguments of ``ahop::attend_backward`` into the call; and gradient, results and ``need``."""
     return (*args[1:7], *args[9:-1]), (args[0], args[7], args[8], args[-1])
 
 
@@ -246,7 +200,7 @@ def _check_results(call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tens
     operators.check_need(need, 5)
 
 
-def _attend(*args: Any) -> tuple[Tensor, Tensor]:
+def _attend_forward(*args: Any) -> tuple[Tensor, Tensor]:
     call, implementation = _prepare(args)
     return implementation.forward(call)
 
@@ -259,7 +213,7 @@ def _attend_backward(*args: Any) -> tuple[Tensor, ...]:
     return *grads, weight.to(args[4].dtype), beta.to(args[4].dtype)
 
 
-def _fake_attend(*args: Any) -> tuple[Tensor, Tensor]:
+def _fake_attend_forward(*args: Any) -> tuple[Tensor, Tensor]:
     return _checked(*_parse(args)).empty_results()
 
 
@@ -271,29 +225,32 @@ def _fake_attend_backward(*args: Any) -> tuple[Tensor, ...]:
     return operators.empty_grads((*call[:4], beta), results[3])
 
 
-def _check_no_mask_grad(needed: bool) -> None:
-    if needed:
-        raise AHopError("mask must not require a gradient: ahop::attend computes none, got one that does")
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        """Computes the readout."""
+        if ctx.needs_input_grad[4]:
+            raise AHopError("mask must not require a gradient: ahop::attend computes none, got one that does")
+        *tensors, bases, causal, dropout, backend, beta, scaling = args
+        results: tuple[Tensor, Tensor] = torch.ops.ahop.attend_forward.default(*args)
+        ctx.save_for_backward(*tensors, *results, beta)
+        ctx.options, ctx.scaling = (bases, causal, dropout, backend), scaling
+        return results[0]
 
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _check_no_mask_grad(ctx.needs_input_grad[4])
-    *tensors, bases, causal, dropout, backend, beta, scaling = inputs
-    ctx.save_for_backward(*tensors, *output, beta)
-    ctx.options, ctx.scaling = (bases, causal, dropout, backend), scaling
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    *tensors, beta = ctx.saved_tensors
-    args = (grad, *tensors, *ctx.options, beta, ctx.scaling)
-    return operators.needed_grads(ctx, torch.ops.ahop.attend_backward.default, (0, 1, 2, 3, 10), args)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Computes the gradients of query, key, value, weight and beta."""
+        (*tensors, beta), needed = ctx.saved_tensors, ctx.needs_input_grad
+        operator, need = torch.ops.ahop.attend_backward.default, (*needed[:4], needed[10])
+        *grads, slope = call_backward(operator, need, grad, *tensors, *ctx.options, beta, ctx.scaling)
+        return *grads, *[None] * 6, slope, None
 
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? mask, Tensor? seed"
 _OPTIONS = "str bases, bool causal, float dropout, str backend"
-_SCHEMA = f"({_TENSORS}, {_OPTIONS}, Tensor? beta=None, float scaling=1.0) -> (Tensor, Tensor)"
-register("attend", _SCHEMA, _attend, _fake_attend, _differentiate, _save)
+_INPUTS = f"({_TENSORS}, {_OPTIONS}, Tensor? beta, float scaling)"
+register("attend_forward", f"{_INPUTS} -> (Tensor, Tensor)", _attend_forward, _fake_attend_forward)
+register_composite("attend", f"{_INPUTS} -> Tensor", _Attend)
 _SCHEMA = f"(Tensor grad, {_TENSORS}, Tensor out, Tensor log_sum, {_OPTIONS}, Tensor? beta, float scaling, bool[] need)"
 _SCHEMA += " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 register("attend_backward", _SCHEMA, _attend_backward, _fake_attend_backward)

@@ -11,7 +11,7 @@ from ahop_layers.errors import AHopError
 from ahop_layers.ops import chunked, cpu
 from ahop_layers.ops.gpu import attend as fused
 from ahop_layers.ops.gpu import launch as gpu
-from ahop_layers.ops.protocols import Attention, AttentionCall, Kernel
+from ahop_layers.ops.protocols import Attention, AttentionCall, KernelModule
 from ahop_layers.ops.sliced import Sliced
 
 
@@ -22,7 +22,7 @@ class Status(NamedTuple):
     detail: str
 
 
-KERNELS: dict[str, Kernel] = {"chunked": chunked, "cpu": cpu, "cuda": gpu}
+KERNELS: dict[str, KernelModule] = {"chunked": chunked, "cpu": cpu, "cuda": gpu}
 BACKENDS = ("reference", *KERNELS)
 
 
@@ -45,7 +45,9 @@ def backends() -> dict[str, Status]:
     return statuses
 
 
-def choose_kernel(backend: str, query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> Kernel:
+def choose_kernel(
+    backend: str, query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False
+) -> KernelModule:
     """Returns the kernel named ``backend``, or for ``"auto"`` the fastest one that supports the call."""
     if backend == "auto":
         device = query.device.type

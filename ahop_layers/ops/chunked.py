@@ -1,7 +1,7 @@
 """The reference computed in tiles of bounded memory: the fallback where no faster kernel supports a call.
 
 Every kernel module has this interface. Tensors are ``query (N, H, L, d)``, ``key (N, H, S, d)`` and weights
-``(H, n_bases, n)``, with any strides; n divides d, and blocks are consecutive. ``widths (n_bases,)`` are those of the
+``(H, n_bases, n)``, with any strides; n divides d, and blocks are consecutive. ``widths (n_bases,)`` belong to
 bases that saturate, by default 1. Half-precision inputs are scored in float32.
 """
 
@@ -25,9 +25,7 @@ from ahop_layers.ops.reference import (
 # launches on a GPU take more, because to start an operation is expensive there.
 SCRATCH_BYTES = 40 * 2**20
 GPU_SCRATCH_BYTES = 5 * SCRATCH_BYTES
-# How many times as much memory a pair takes where values can be unknown, and weights differ between pairs, and where
-# blocks are also normalized, and their values differ between pairs as well.
-MISSING_COPIES, NORMALIZED_COPIES = 3, 5
+MISSING_COPIES = 3  # times as much memory for a pair where values can be unknown: weights differ between pairs
 Need = tuple[bool, bool, bool]
 
 
@@ -55,24 +53,22 @@ def score(
     widths: Tensor | None = None,
     missing: bool = False,
     blocks: Tensor | None = None,
-    constant: Tensor | None = None,
 ) -> Tensor:
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)``.
 
-    ``dtype`` is that of the scores: the dtype of the query or, by default, at least float32. If ``missing``, NaN is an
-    unknown value: see :func:`ahop_layers.ops.reference.missing_similarity`, whose ``blocks`` and ``constant``, here
-    ``(N, H, 1, 1, 1)``, are for this kernel and this case alone.
+    The scores have ``dtype``: the dtype of the query or, by default, at least float32. If ``missing``, NaN is an
+    unknown value: see :func:`ahop_layers.ops.reference.missing_similarity`, whose ``blocks`` are for this kernel and
+    this case alone.
     """
     weight = fold(weight, accumulation_dtype(weight.dtype))
-    copies = 1 if not missing else MISSING_COPIES if constant is None else NORMALIZED_COPIES
+    copies = MISSING_COPIES if missing else 1
     wide, products = accumulation_dtype(query.dtype), not missing and all(base == "dot" for base in bases)
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=dtype or wide)
     with torch.autocast(query.device.type, enabled=False):  # which would multiply by the weights in half precision
         for n, h, rows, columns in _tiles(query, key, weight.shape[-1], copies, products):
             tile = query[n, h, rows].to(wide), key[n, h, columns].to(wide), weight[h], bases
             if missing:
-                own = None if constant is None else constant[n, h]
-                scores[n, h, rows, columns] = missing_similarity(*tile, blocks, widths, own)
+                scores[n, h, rows, columns] = missing_similarity(*tile, blocks, widths)
             else:
                 scores[n, h, rows, columns] = folded_similarity(*tile, widths)
     return scores

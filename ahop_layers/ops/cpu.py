@@ -5,8 +5,6 @@ vector registers.
 """
 
 import ctypes
-import hashlib
-import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -34,9 +32,9 @@ CHAINS = {1: CHAIN1, 2: CHAIN2, 3: CHAIN3, 4: CHAIN4}
 SERIAL_WORK = 50_000
 # A call into the library returns after about this time, to be continued, so that Python can handle signals.
 SLICE_NS = 100_000_000
-ABI_VERSION = 4  # equal to that of footprint.c; increase both with every change of the interface
-# ``call_t`` of footprint.c: 11 pointers, 7 sizes, 3 x 4 strides, dtype, need, threads, slice, paired, missing.
-CALL = struct.Struct("11P25q")
+ABI_VERSION = 5  # also in footprint.c; increase both with every change of the interface
+# ``call_t`` of footprint.c: 10 pointers, 7 sizes, 3 x 4 strides, dtype, need, threads, slice, paired, missing.
+CALL = struct.Struct("10P25q")
 
 FAILED, DONE, MORE = range(-1, 2)
 
@@ -47,29 +45,25 @@ def _library() -> ctypes.CDLL | str:
     path = _library_path()
     if not path.is_file():
         return f"{path.name} was not built: the package was installed without a C compiler, or compilation failed"
-    reason = _record_mismatch(path)  # first: loading a truncated file would kill the process
-    if reason is None:
-        try:
-            library = ctypes.CDLL(str(path))
-            reason = _declare(library)
-        except (OSError, AttributeError) as error:
-            reason = f"cannot be loaded: {error}"
-    return library if reason is None else f"{path.name} {reason}; reinstall the package"
+    try:
+        library = ctypes.CDLL(str(path))
+        _declare(library)
+        version = library.ahop_abi_version()
+    except (OSError, AttributeError) as error:
+        return f"{path.name} cannot be loaded: {error}; reinstall the package"
+    if version != ABI_VERSION:
+        return f"{path.name} has ABI version {version}, expected {ABI_VERSION}; reinstall the package"
+    return library
 
 
-def _declare(library: ctypes.CDLL) -> str | None:
-    """Declares the functions of footprint.c; returns how its interface differs from this file's, or None."""
-    for function in (library.ahop_abi_version, library.ahop_call_bytes):
-        function.argtypes, function.restype = [], ctypes.c_int64
+def _declare(library: ctypes.CDLL) -> None:
+    """Declares the functions of footprint.c."""
+    library.ahop_abi_version.argtypes, library.ahop_abi_version.restype = [], ctypes.c_int64
     for function in (library.ahop_forward, library.ahop_backward):
         function.argtypes = [ctypes.c_int64, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p)]
         function.restype = ctypes.c_int
     library.ahop_isa.argtypes, library.ahop_isa.restype = [ctypes.c_int64], ctypes.c_char_p
     library.ahop_release.argtypes, library.ahop_release.restype = [ctypes.c_void_p], None
-    found, expected = (library.ahop_abi_version(), library.ahop_call_bytes()), (ABI_VERSION, CALL.size)
-    if found == expected:
-        return None
-    return "has ABI version {} with calls of {} bytes, expected {} with {}".format(*found, *expected)
 
 
 def _library_path() -> Path:
@@ -80,22 +74,6 @@ def _library_path() -> Path:
     if not os.path.dirname(path) or not os.path.isfile(path):  # a bare name would be searched in system folders
         raise AHopError(f"AHOP_CPU_LIBRARY must be the path of a file, such as ./folder/_footprint.so, got {path!r}")
     return Path(path).resolve()
-
-
-def _record_mismatch(path: Path) -> str | None:
-    """Returns how a library differs from the size and hash that setup.py recorded beside it, or None if it does not."""
-    record = path.with_suffix(".json")
-    try:
-        expected = json.loads(record.read_text())
-        size, digest = int(expected["bytes"]), str(expected["sha256"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"has no readable build record {record.name}: {error!r}"
-    content = path.read_bytes()
-    if len(content) != size:
-        return f"differs from its build record {record.name}: expected {size} bytes, got {len(content)}"
-    if hashlib.sha256(content).hexdigest() != digest:
-        return f"differs from its build record {record.name}: the SHA-256 hashes are not equal"
-    return None
 
 
 @lru_cache(maxsize=None)
@@ -130,11 +108,6 @@ def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = Fal
     return fits and supported and all(base in BASE_CODES for base in bases)
 
 
-def serves_normalized(query: Tensor, bases: Sequence[str], blocks: int) -> bool:
-    """Returns whether this kernel normalizes blocks with missing values for each pair, as the reference does."""
-    return unavailable() is None and tuple(bases) == ("dot",) and serves(query, bases, blocks)
-
-
 def score(
     query: Tensor,
     key: Tensor,
@@ -143,16 +116,11 @@ def score(
     dtype: torch.dtype | None = None,
     widths: Tensor | None = None,
     missing: bool = False,
-    constant: Tensor | None = None,
 ) -> Tensor:
-    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks.
-
-    With a ``constant (N, H, 1, 1, 1)``, NaN is missing too, see :func:`serves_normalized`.
-    """
+    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks."""
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
     weight = fold(weight, scores.dtype)
-    missing = missing or constant is not None
-    _run("ahop_forward", (query, key, weight, scores), bases, (), widths, missing, constant)
+    _run("ahop_forward", (query, key, weight, scores), bases, (), widths, missing)
     return scores.to(dtype or scores.dtype)
 
 
@@ -190,7 +158,6 @@ def _run(
     grads: Sequence[Tensor] = (),
     widths: Tensor | None = None,
     missing: bool = False,
-    constant: Tensor | None = None,
 ) -> None:
     """Calls ``function`` with lanes along the longer of query and key, or along a batch of single pairs."""
     query, key, weight, scores = inputs
@@ -200,9 +167,8 @@ def _run(
     if isinstance(library, str):
         raise RuntimeError(library)
     (length, d), blocks = query.shape[-2:], weight.shape[-1]
-    paired = length == key.shape[-2] == 1 and constant is None
-    weight = weight.contiguous()
-    further = [None if each is None else each.contiguous() for each in (widths, constant)]
+    paired = length == key.shape[-2] == 1
+    weight, widths = weight.contiguous(), None if widths is None else widths.contiguous()
     pair_grads, weight_grads = list(grads[:2]), grads[2:]
     if length > key.shape[-2]:  # every base is symmetric in query and key
         query, key, scores = key, query, scores.transpose(-1, -2)
@@ -210,9 +176,9 @@ def _run(
     elif paired:
         query, key, scores = query.transpose(0, 2), key.transpose(0, 2), scores.transpose(0, 3)
     pointers = [tensor.data_ptr() for tensor in (query, key, weight)]
-    pointers += [0 if each is None else each.data_ptr() for each in further]
+    pointers += [0 if widths is None else widths.data_ptr()]
     pointers += [tensor.data_ptr() for tensor in (scores, *pair_grads, *weight_grads)]
-    pointers += [0] * (9 - len(pointers))
+    pointers += [0] * (8 - len(pointers))
     need = sum(1 << bit for bit, tensor in enumerate((*pair_grads, *weight_grads)) if tensor.numel())
     threads = torch.get_num_threads() if scores.numel() * (blocks + d // 8) * len(bases) >= SERIAL_WORK else 1
     call = CALL.pack(
@@ -248,8 +214,8 @@ def steps(n: int) -> Iterator[Step]:
     """Yields a sorting network for ``n`` rows as steps on groups of rows that fit in vector registers.
 
     The first steps sort runs of 32 rows, and the remaining rows at the end. The others merge runs as in Batcher's
-    network: the comparators of the five largest distances form independent merges of 32 rows, and those of smaller
-    distances form chains of up to four distances each.
+    network: the comparators of the five largest distances form independent merges of 32 rows, and the comparators
+    of smaller distances form chains of up to four distances each.
     """
     whole, rest = divmod(n, 32)
     if whole:

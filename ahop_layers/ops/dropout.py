@@ -1,7 +1,7 @@
 """Dropout as a function of a seed and a position, so that every kernel drops the same weights.
 
 A hash of the seed, the head, the query and the key decides on each weight. Forward and backward pass compute it, and no
-mask is stored. All arithmetic is that of unsigned 32-bit integers.
+mask is stored. All arithmetic is in unsigned 32-bit integers.
 """
 
 from itertools import product

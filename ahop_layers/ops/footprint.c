@@ -32,7 +32,7 @@
 #include <arm_neon.h>
 #endif
 
-enum { ABI_VERSION = 4 }; /* equal to that of cpu.py; increase both with every change of the interface */
+enum { ABI_VERSION = 5 }; /* also in cpu.py; increase both with every change of the interface */
 enum { FAILED = -1, DONE, MORE };
 enum { DIS, DOT, L1, NEAR, BOUNDED_NEAR };
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
@@ -60,7 +60,6 @@ static const step_t NOTHING[] = {{END, 0, 0, 0, 0, 0}}; /* sorts a single row */
 typedef struct {
     const void *query, *key, *weight;
     const void *widths; /* one for each base, of which NEAR uses its own; NULL if all are 1 */
-    const void *constant; /* [n][head], of blocks that are normalized for each pair; NULL if they are not */
     void *scores, *query_grad, *key_grad, *weight_grad;
     const int32_t *bases;
     const step_t *network;
@@ -71,7 +70,7 @@ typedef struct {
     int64_t dtype, need, threads;
     int64_t slice;  /* nanoseconds after which a call returns, so that Python can handle signals */
     int64_t paired; /* key s is scored against query s only: `length` is 1, the third stride separates queries */
-    int64_t missing; /* NaN is an unknown value; `blocks` is d, or 1, or has a `constant`; without a backward pass */
+    int64_t missing; /* NaN is an unknown value; `blocks` is d or 1; without a backward pass */
 } call_t;
 
 /* How a call is split into tasks, and how many of them have run. The split depends on the shape alone, so sums are
@@ -353,7 +352,6 @@ const char *ahop_isa(int64_t index)
 }
 
 int64_t ahop_abi_version(void) { return ABI_VERSION; }
-int64_t ahop_call_bytes(void) { return sizeof(call_t); }
 
 /* Free the state of a call that is not going to be continued. */
 void ahop_release(plan_t *plan)

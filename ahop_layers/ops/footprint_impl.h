@@ -38,20 +38,16 @@ typedef struct {
 #if defined(X86) && DOUBLE
 #define MIN(a, b) ((V)X86(min_pd)(a, b))
 #define MAX(a, b) ((V)X86(max_pd)(a, b))
-#define ROOT(a) ((V)X86(sqrt_pd)(a))
 #elif defined(X86)
 #define MIN(a, b) ((V)X86(min_ps)(a, b))
 #define MAX(a, b) ((V)X86(max_ps)(a, b))
-#define ROOT(a) ((V)X86(sqrt_ps)(a))
 #elif defined(__aarch64__) && DOUBLE
 #define MIN(a, b) ((V)vminq_f64((float64x2_t)(a), (float64x2_t)(b)))
 #define MAX(a, b) ((V)vmaxq_f64((float64x2_t)(a), (float64x2_t)(b)))
-#define ROOT(a) ((V)vsqrtq_f64((float64x2_t)(a)))
 #define MIN_NUMBER(a, b) ((V)vminnmq_f64((float64x2_t)(a), (float64x2_t)(b)))
 #elif defined(__aarch64__)
 #define MIN(a, b) ((V)vminq_f32((float32x4_t)(a), (float32x4_t)(b)))
 #define MAX(a, b) ((V)vmaxq_f32((float32x4_t)(a), (float32x4_t)(b)))
-#define ROOT(a) ((V)vsqrtq_f32((float32x4_t)(a)))
 #define MIN_NUMBER(a, b) ((V)vminnmq_f32((float32x4_t)(a), (float32x4_t)(b)))
 #else
 #define MIN(a, b) ((V)(((I)(a) & ((a) < (b))) | ((I)(b) & ~((a) < (b)))))
@@ -190,10 +186,10 @@ typedef struct {
     int64_t d, pitch;    /* rows of a column of keys, and from one to the next */
     int64_t blocks;      /* rows of a sorted column; values and ordered have one more from one column to the next */
     int64_t height;      /* rows from one column of x to the next; rows from `blocks` on hold infinity */
-    int64_t query_pitch; /* from the query of one column to that of the next: 0 if they share one */
+    int64_t query_pitch; /* from the query of one column to the next query: 0 if columns share one */
     int64_t *ranks;      /* ranks that the weights of a base distinguish: 0 if all are zero, 1 if all are equal */
     const step_t *network;
-    T *numbers, *weights, constant;
+    T *numbers, *weights;
     FN(width) *widths, width; /* of each base, and of the current one */
     /* For missing values, else NULL: the known dimensions of each lane; the weights of lanes that know m dimensions,
      * [place][base][rank]; the place of m, from 1 on, or 0 unless FN(stretch) has computed them; how many places are
@@ -204,7 +200,7 @@ typedef struct {
     double *integrals;
     V *sums, *grad, *values, *ordered, *key_grad, *query_grad, *weight_grad;
     I *tags;
-    /* For FN(add_products), else NULL: `values` of DIS, followed by those of DOT; keys minus `origin`, which has d
+    /* For FN(add_products), else NULL: `values` of DIS, followed by `values` of DOT; keys minus `origin`, d
      * numbers; slopes summed over columns and over rows, [DIS or DOT][row or column][block]. */
     V *both_values, *shifted, *row_sums, *column_sums;
     T *origin;
@@ -258,8 +254,8 @@ static int FN(load_queries)(const call_t *call, int64_t n, int64_t h, int64_t l,
     return special;
 }
 
-/* Load the weights of head h in ascending order of what is sorted, and count the ranks that they distinguish. Those of
- * DIS are multiplied by `dis`: the backward pass uses them only as a factor of 2 * (q - k). */
+/* Load the weights of head h in ascending order of what is sorted, and count the ranks that they distinguish. Weights
+ * of DIS are multiplied by `dis`: the backward pass uses them only as a factor of 2 * (q - k). */
 static void FN(load_weights)(const call_t *call, int64_t h, T dis, const FN(buffers) *at)
 {
     const int64_t blocks = call->blocks;
@@ -290,8 +286,8 @@ INLINE int FN(any)(I mask)
 }
 
 /* Compute exp(-x / width) in place for a few rows x >= 0: 2^e is 2^(e - n) from a polynomial times 2^n, where n is the
- * integer next to e. Adding `magic` rounds to n and leaves n + BIAS in the lowest bits, the exponent of 2^n; that of 0
- * is n = -BIAS. The rows advance together, because each waits for the previous step. */
+ * integer next to e. Adding `magic` rounds to n and leaves n + BIAS in the lowest bits, the exponent of 2^n; n = -BIAS
+ * gives 0. The rows advance together, because each waits for the previous step. */
 INLINE void FN(near)(V *x, int64_t rows, FN(width) width, int bounded)
 {
     const T magic = (T)3 * ((INT)1 << (MANTISSA - 1)) + BIAS, power[] = {POWER};
@@ -462,7 +458,7 @@ static void FN(fill_blocks)(int32_t base, int mode, const FN(buffers) *at, INT m
     }
 }
 
-/* Returns the buffers of one row: its columns are sorted before those of the next row are filled. */
+/* Returns the buffers of one row: its columns are sorted before the next row is filled. */
 static FN(buffers) FN(only_row)(const FN(buffers) *at, int64_t row, int64_t vectors)
 {
     FN(buffers) one = *at;
@@ -573,7 +569,7 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
     return arena.used;
 }
 
-/* Compute similarities of a few columns from |q-k|, in place. Those of other bases have been sorted as they are. */
+/* Compute similarities of a few columns from |q-k|, in place. Other bases have been sorted as they are. */
 INLINE void FN(from_distance)(int32_t base, FN(width) width, int64_t columns, V *x)
 {
     if (base == NEAR || base == BOUNDED_NEAR)
@@ -694,40 +690,21 @@ static void FN(integrate)(const call_t *call, const FN(buffers) *at)
     FN(forget_stretched)(at);
 }
 
-/* Compute the weights of lanes for as many blocks as each of them knows, unless they are there. */
-static void FN(stretch_lanes)(const call_t *call, const FN(buffers) *at, I known)
-{
-    for (int lane = 0; lane < LANES; lane++)
-        if (!at->places[known[lane]])
-            FN(stretch)(call, at, known[lane]);
-}
-
-/* Make room for the weights of one query and several vectors of keys. */
-static void FN(make_room)(const FN(buffers) *at, int64_t vectors)
+/* Count the known dimensions of each lane for one query, and compute the weights for these numbers unless they are
+ * there. */
+static void FN(count_known)(const call_t *call, const FN(buffers) *at, int64_t vectors)
 {
     if (at->most_used <= at->blocks && *at->used + vectors * LANES > at->most_used)
         FN(forget_stretched)(at);
-}
-
-/* Give lanes that know nothing the score minus infinity. */
-static void FN(mark_unknown)(const FN(buffers) *at, int64_t vectors)
-{
-    for (int64_t v = 0; v < vectors; v++)
-        at->sums[v] -= (V)((I)((V){0} + (T)__builtin_inf()) & (at->known[v] == 0));
-}
-
-/* Count the known dimensions of each lane for one query. */
-static void FN(count_known)(const call_t *call, const FN(buffers) *at, int64_t vectors)
-{
-    FN(make_room)(at, vectors);
     for (int64_t v = 0; v < vectors; v++) {
         const V *query = at->query + v * at->query_pitch, *keys = at->keys + v * at->pitch;
         I known = {0};
         for (int64_t i = 0; i < at->d; i++)
             known -= FN(both)(query[i], keys[i]);
         at->known[v] = known;
-        if (at->blocks == at->d) /* a single block has one weight */
-            FN(stretch_lanes)(call, at, known);
+        for (int lane = 0; at->blocks == at->d && lane < LANES; lane++) /* a single block has one weight */
+            if (!at->places[known[lane]])
+                FN(stretch)(call, at, known[lane]);
     }
 }
 
@@ -781,7 +758,7 @@ INLINE void FN(sum_known)(int32_t base, const FN(buffers) *at, T weight, int64_t
 
 #define SUM_KNOWN(base) case base: FN(sum_known)(base, &one, at->weights[b * at->blocks], v); break;
 
-/* Returns whether the weights of a base are equal, or zero, for all dimensions, as those of a single block are. */
+/* Returns whether the weights of a base are equal, or zero, for all dimensions, or there is a single block. */
 INLINE int FN(is_flat)(const FN(buffers) *at, int64_t b) { return at->ranks[b] < at->blocks || at->blocks < at->d; }
 
 /* Add all bases with equal weights, and minus infinity where no dimension is known. */
@@ -795,71 +772,8 @@ static void FN(forward_flat)(const call_t *call, const FN(buffers) *at, int64_t 
             for (int64_t v = 0; FN(is_flat)(at, b) && v < vectors; v++)
                 switch (call->bases[b]) { SUM_KNOWN(DIS) SUM_KNOWN(DOT) SUM_KNOWN(L1) SUM_KNOWN(NEAR) }
         }
-        FN(mark_unknown)(&one, vectors);
-    }
-}
-
-INLINE V FN(root)(V x)
-{
-#if defined(ROOT)
-    return ROOT(x);
-#else
-    for (int lane = 0; lane < LANES; lane++)
-        x[lane] = (T)__builtin_sqrt((double)x[lane]);
-    return x;
-#endif
-}
-
-/* Compute the correlation of a block of `width` dimensions of which some are unknown; returns where it is known. */
-INLINE I FN(correlate)(const V *query, const V *keys, int64_t width, T constant, V *correlation)
-{
-    V count = {0}, means[2] = {{0}}, squares[2] = {{0}}, product = {0};
-    for (int64_t i = 0; i < width; i++) {
-        const I both = FN(both)(query[i], keys[i]);
-        count += (V)((I)((V){0} + 1) & both);
-        means[0] += (V)((I)query[i] & both);
-        means[1] += (V)((I)keys[i] & both);
-    }
-    const V many = MAX(count, (V){0} + 1), factor = (T)width / many;
-    means[0] /= many;
-    means[1] /= many;
-    for (int64_t i = 0; i < width; i++) {
-        const I both = FN(both)(query[i], keys[i]);
-        const V q = (V)((I)(query[i] - means[0]) & both), k = (V)((I)(keys[i] - means[1]) & both);
-        squares[0] += q * q;
-        squares[1] += k * k;
-        product += q * k;
-    }
-    const V norm = FN(root)(factor * squares[0]) + constant, other = FN(root)(factor * squares[1]) + constant;
-    *correlation = factor * product / (norm * other);
-    return count >= (V){0} + (T)least(2, width);
-}
-
-/* Score blocks that are normalized for each pair, by products. As q*k, they are sorted by their negatives. */
-static void FN(forward_correlations)(const call_t *call, const FN(buffers) *at, int64_t rows, int64_t vectors)
-{
-    const int64_t width = at->d / at->blocks;
-    for (int64_t row = 0; row < rows; row++) {
-        FN(buffers) one = FN(only_row)(at, row, vectors);
-        FN(make_room)(at, vectors);
-        for (int64_t v = 0; v < vectors; v++) {
-            const V *query = one.query, *keys = one.keys + v * at->pitch;
-            V *x = one.x + v * at->height, sum = {0}, exact;
-            I known = {0};
-            for (int64_t block = 0; block < at->blocks; block++, query += width, keys += width) {
-                V value;
-                const I present = FN(correlate)(query, keys, width, at->constant, &value);
-                x[block] = FN(enter)(UNKNOWN_LAST, -value, present, (I){0}, (I){0}, &exact, &sum);
-                known -= present;
-            }
-            at->known[v] = known;
-            one.sums[v] = sum;
-            FN(stretch_lanes)(call, at, known);
-        }
-        FN(sort)(at->network, one.x, at->blocks, at->height, vectors, 0);
         for (int64_t v = 0; v < vectors; v++)
-            FN(weigh_known)(L1, &one, at->stretched, at->blocks, v);
-        FN(mark_unknown)(&one, vectors);
+            one.sums[v] -= (V)((I)((V){0} + (T)__builtin_inf()) & (at->known[v] == 0));
     }
 }
 
@@ -923,10 +837,6 @@ static void FN(forward_rows)(const call_t *call, const FN(buffers) *at, int64_t 
 {
     const int mode = !special ? PLAIN : call->missing ? UNKNOWN_LAST : NAN_ASIDE;
     int64_t sorted[2] = {0}, near = 0; /* bases that need sorted |q-k| and q*k of single dimensions */
-    if (call->constant) {
-        FN(forward_correlations)(call, at, rows, vectors);
-        return;
-    }
     memset(at->sums, 0, (size_t)(rows * vectors * BYTES));
     for (int64_t b = 0; b < call->n_bases; b++)
         if (at->blocks == at->d && (mode == NAN_ASIDE || !FN(is_flat)(at, b))) {
@@ -976,7 +886,6 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
         FN(integrate)(call, &at);
     for (int64_t n = group * call->n / plan->groups; n < (group + 1) * call->n / plan->groups; n++) {
         const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
-        at.constant = call->constant ? ((const T *)call->constant)[n * call->heads + h] : 0;
         T *scores = (T *)call->scores + n * stride[0] + h * stride[1] + first * stride[3];
         for (int64_t l = chunk * QUERY_CHUNK; l < end; l += QUERIES) {
             const int64_t rows = least(QUERIES, end - l);
@@ -1625,7 +1534,6 @@ static int FN(backward)(plan_t *plan)
 #undef MIN
 #undef MAX
 #undef MIN_NUMBER
-#undef ROOT
 #undef HUGE_T
 #undef LARGE_T
 #undef MANTISSA

@@ -1,20 +1,20 @@
 """The public scoring function and the registered operators behind it.
 
 ``adaptive_similarity`` checks its arguments and reshapes them to ``(N, H, L, d)``, ``(N, H, S, d)`` and
-``(H, n_bases, d)``. The operators ``ahop::score`` and ``ahop::score_backward`` take tensors of these shapes and call a
-kernel. All private PyTorch functions that the package uses are in this file, except for that of the current stream in
-``ops/gpu/nvrtc.py``, and what ``ahop::attend`` shares with these operators.
+``(H, n_bases, n)``. The operators ``ahop::score_forward`` and ``ahop::score_backward`` take tensors of these shapes and
+call a kernel; ``ahop::score`` is the differentiable composite of the two. The registration of operators is shared with
+``ahop::attend``. All private PyTorch functions that the package uses are in this file, except for the current stream in
+``ops/gpu/nvrtc.py``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
@@ -28,9 +28,8 @@ from ahop_layers.errors import (
     describe,
     divisors,
 )
-from ahop_layers.ops import chunked, cpu, onnx, reference
+from ahop_layers.ops import chunked, onnx, reference
 from ahop_layers.ops.backend import BACKENDS, KERNELS, choose_kernel
-from ahop_layers.ops.protocols import Kernel
 from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, check_blocks, fold, folded_similarity
 
 
@@ -94,13 +93,8 @@ def score_pairs(
     widths: Tensor | None,
     missing: bool,
     backend: str = "auto",
-    constant: Tensor | None = None,
 ) -> Tensor:
-    """The scores of :func:`adaptive_similarity`; with ``missing``, a ``constant`` normalizes blocks.
-
-    The constant is that of :func:`ahop_layers.ops.reference.missing_similarity`. That function runs in tiles of bounded
-    memory unless a gradient is recorded.
-    """
+    """The scores of :func:`adaptive_similarity`."""
     names = check_bases(bases)
     check_pair(query, key)
     batch = _check_weight(query, key, weight, names, uneven=isinstance(blocks, Tensor))
@@ -111,7 +105,6 @@ def score_pairs(
     tracked = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, weight))
     custom = [f"the registered base {name!r}" for name in names if BASES[name].slopes is None]
     custom += [] if numbers is None else ["a tensor of blocks"]
-    custom += [] if constant is None else ["the normalization of blocks with missing values"]
     custom += ["the gradient of scores with missing values"] if missing and tracked else []
     if custom and backend not in ("auto", "reference"):
         raise AHopError(f"{custom[0]} runs on the reference path only, got backend={backend!r}")
@@ -131,25 +124,16 @@ def score_pairs(
                 else:
                     scores = reference.adaptive_similarity(query, key, weight, names, numbers, widths)
             elif tracked or backend == "reference" or is_transformed() or torch.compiler.is_compiling():
-                scores = reference.missing_similarity(query, key, fold(weight), names, numbers, widths, constant)
+                scores = reference.missing_similarity(query, key, fold(weight), names, numbers, widths)
             else:
                 parts = _canonical(query, key, weight, batch)
-                if constant is not None:
-                    constant = constant.to(wide).expand(*batch, 1, 1, 1).reshape(*parts[0].shape[:2], 1, 1, 1)
-                if constant is not None and numbers is None and cpu.serves_normalized(query, names, weight.shape[-1]):
-                    scores = cpu.score(*parts, names, wide, None, True, constant)
-                else:
-                    scores = chunked.score(*parts, names, wide, widths, missing, numbers, constant)
+                scores = chunked.score(*parts, names, wide, widths, missing, numbers)
                 scores = scores.reshape(*batch, *scores.shape[-2:])
     else:
         weight = weight if weight.dtype == query.dtype else weight.to(wide)
+        operator = torch.ops.ahop.score if tracked else torch.ops.ahop.score_forward
         tensors = _canonical(query, key, weight, batch)
-        if is_plain_call(*tensors):
-            kernel = choose_kernel(backend, query, names, weight.shape[-1], missing)
-            score: Any = _Score.apply if tracked else _score_by
-            scores = score(kernel, *tensors, names, wide if autocast else dtype, widths, missing)
-        else:
-            scores = torch.ops.ahop.score.default(*tensors, ",".join(names), backend, autocast, widths, missing)
+        scores = operator.default(*tensors, ",".join(names), backend, autocast, widths, missing)
         scores = scores if len(batch) == 2 else scores.reshape(*batch, *scores.shape[-2:])
     return scores.to(wide if autocast else dtype)
 
@@ -183,32 +167,6 @@ def is_compiled(module: nn.Module) -> bool:
 def assert_in_graph(condition: Tensor, message: str) -> None:
     """Checks a tensor of one bool while the compiled graph runs; reading it while tracing would break the graph."""
     torch._assert_async(condition, message)
-
-
-@lru_cache(maxsize=None)
-def _plain_keys(device: str) -> frozenset[int]:
-    """Returns the dispatch keys of a tensor on a type of device, and of one that is created in inference mode."""
-    tensors = [torch.empty(0, device=device)]
-    with torch.inference_mode():
-        tensors.append(torch.empty(0, device=device))
-    return frozenset(torch._C._dispatch_keys(tensor).raw_repr() for tensor in tensors)
-
-
-def is_plain_call(*tensors: Tensor) -> bool:
-    """Returns whether the dispatcher would only pass a call on: eager CPU or CUDA tensors, and no mode or tracer.
-
-    A small layer trains up to 6 % faster without it. A tensor subclass, a transform of torch.func or a lazy negation
-    shows in the dispatch keys of a tensor.
-    """
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
-        return False
-    device = tensors[0].device.type
-    if device not in ("cpu", "cuda"):
-        return False
-    plain = _plain_keys(device)
-    return all(torch._C._dispatch_keys(tensor).raw_repr() in plain for tensor in tensors)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -330,32 +288,36 @@ def check_differentiable(**tensors: Tensor) -> None:
         raise AHopError(f"{found[0]} {rule}, got a tensor that was; clone it, or create it in torch.no_grad")
 
 
-def needed_grads(ctx: Any, backward: Callable[..., Any], places: Sequence[int], args: Sequence[Any]) -> tuple[Any, ...]:
-    """Calls a backward operator for the inputs at ``places``; returns what autograd expects, one entry per input."""
-    needed = dict(enumerate(ctx.needs_input_grad))
-    need = [needed.get(place, False) for place in places]  # trailing inputs with default values are not passed
-    grads = dict(zip(places, backward(*args, need), strict=True))
-    return tuple(grads.get(place) if wanted else None for place, wanted in needed.items())
+class _Once(torch.autograd.Function):
+    """The results of a backward operator, which have no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Any, *args: Any) -> tuple[Tensor, ...]:
+        """Calls the operator."""
+        results: tuple[Tensor, ...] = operator(*args)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        """Raises: kernels compute first derivatives only."""
+        raise AHopError(
+            "scores and attention of kernels are differentiable once; adaptive_similarity with backend='reference' can"
+            " be differentiated any number of times"
+        )
 
 
-def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
-    raise AHopError(
-        "scores and attention of kernels are differentiable once; adaptive_similarity with backend='reference' can be"
-        " differentiated any number of times"
-    )
+def call_backward(operator: Any, need: Sequence[bool], *args: Any) -> list[Tensor | None]:
+    """Calls a backward operator, whose last argument is ``need``; returns None for gradients that are not needed."""
+    args, once = (*args, list(need)), cast(Any, _Once.apply)
+    grads = once(operator, *args) if torch.is_grad_enabled() else operator(*args)
+    return [grad if wanted else None for grad, wanted in zip(grads, need, strict=True)]
 
 
 _LIBRARY = torch.library.Library("ahop", "FRAGMENT")  # type: ignore[no-untyped-call]
-_KEY = torch._C.DispatchKey
-_DEVICE_KEYS = [torch._C.DispatchKeySet(key) for key in (_KEY.CPU, _KEY.CUDA)]
-# The keys of calls that only a kernel follows after autograd, in inference mode and outside of it.
-_LAST_KEYS = {each.raw_repr() for keys in _DEVICE_KEYS for each in (keys, keys.add(_KEY.ADInplaceOrView))}
 
 
-def register(
-    name: str, schema: str, kernel: Any, fake: Any, backward: Any = _refuse_double_backward, save: Any = None
-) -> None:
-    """Registers the operator ``ahop::name``: its implementation, fake and autograd.
+def register(name: str, schema: str, kernel: Any, fake: Any) -> None:
+    """Registers the operator ``ahop::name``, which has no gradient: its implementation and fake.
 
     The decorator ``torch.library.custom_op`` would import the compiler at the first call, which takes seconds, and
     check the results of every call. PyTorch keeps compiled graphs on disk by the names of operators, not by their
@@ -364,14 +326,16 @@ def register(
     torch.library.define(f"ahop::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(f"ahop::{name}", "default", kernel)
     torch.library.register_fake(f"ahop::{name}", fake)
-    # As torch.library.register_autograd does, except that a compiled graph, which records nothing, runs the kernel.
-    record = make_autograd_impl(getattr(torch.ops.ahop, name).default, Info(backward, save))
 
-    def differentiate(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
-        is_last = not torch.is_grad_enabled() and (keys & torch._C._after_autograd_keyset).raw_repr() in _LAST_KEYS
-        return kernel(*args) if is_last else record(keys, *args)
 
-    _LIBRARY.impl(name, differentiate, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+def register_composite(name: str, schema: str, function: type[torch.autograd.Function]) -> None:
+    """Registers the differentiable operator ``ahop::name``, which applies a function of other operators.
+
+    A compiler records it as one operator and differentiates it later. ``torch.library.register_autograd`` reads the
+    schema in every call, which takes longer than all else that the host does for it.
+    """
+    torch.library.define(f"ahop::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.impl(name, function.apply, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 
 
 class _ScoreCall(NamedTuple):
@@ -401,15 +365,17 @@ class _ScoreCall(NamedTuple):
         return accumulation_dtype(self.query.dtype) if self.wide else self.query.dtype
 
 
-def _score(*args: Any) -> Tensor:
+def _score_forward(*args: Any) -> Tensor:
     """Computes (N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)."""
     call = _ScoreCall(*args)
     names = call.check()
     kernel = choose_kernel(call.backend, call.query, names, call.weight.shape[-1], call.missing)
+    if call.weight.requires_grad and hasattr(kernel, "compile_ahead"):
+        kernel.compile_ahead(call.query, call.weight, names, call.dtype)
     return kernel.score(call.query, call.key, call.weight, names, call.dtype, call.widths, call.missing)
 
 
-def _fake_score(*args: Any) -> Tensor:
+def _fake_score_forward(*args: Any) -> Tensor:
     call = _ScoreCall(*args)
     call.check()
     return call.query.new_empty(*call.query.shape[:-1], call.key.shape[-2], dtype=call.dtype)
@@ -417,8 +383,8 @@ def _fake_score(*args: Any) -> Tensor:
 
 def _checked_backward(grad: Tensor, *args: Any) -> tuple[_ScoreCall, tuple[str, ...], chunked.Need]:
     """Validates the arguments of ``ahop::score_backward``; returns its call, the names of the bases, and ``need``."""
-    query, key, weight, bases, backend, need, *widths = args
-    call = _ScoreCall(query, key, weight, bases, backend, widths=widths[0] if widths else None)
+    query, key, weight, bases, backend, widths, need = args
+    call = _ScoreCall(query, key, weight, bases, backend, widths=widths)
     names = call.check()
     dtype = query.dtype if grad.dtype == query.dtype else accumulation_dtype(query.dtype)
     check_tensor("grad", grad, (*query.shape[:3], key.shape[-2]), dtype, query)
@@ -439,52 +405,29 @@ def _fake_score_backward(*args: Any) -> tuple[Tensor, ...]:
     return empty_grads(call[:3], need)
 
 
-def _save_score(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    call = _ScoreCall(*inputs)
-    if call.missing and any(ctx.needs_input_grad[:3]):
-        raise AHopError("the gradient of scores with missing values takes the reference path: use adaptive_similarity")
-    ctx.save_for_backward(call.query, call.key, call.weight)
-    ctx.options, ctx.widths = (call.bases, call.backend), call.widths
-
-
-def _differentiate_score(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    backward = torch.ops.ahop.score_backward.default
-    args = (grad, *ctx.saved_tensors, *ctx.options)
-    return needed_grads(ctx, lambda *args: backward(*args, ctx.widths), range(3), args)
-
-
-def _score_by(kernel: Kernel, *args: Any) -> Tensor:
-    return kernel.score(*args)
-
-
 class _Score(torch.autograd.Function):
-    """The scores of a kernel and their gradient without the dispatcher, see :func:`is_plain_call`."""
-
     @staticmethod
-    def forward(ctx: Any, kernel: Kernel, *args: Any) -> Tensor:
+    def forward(ctx: Any, *args: Any) -> Tensor:
         """Computes the scores."""
-        if hasattr(kernel, "compile_ahead"):
-            kernel.compile_ahead(args[0], *args[2:5])
-        ctx.save_for_backward(*args[:3])
-        ctx.kernel, ctx.names, ctx.widths = kernel, args[3], args[5]
-        return kernel.score(*args)
+        call = _ScoreCall(*args)
+        if call.missing:
+            raise AHopError("the gradient of scores with missing values takes the reference path")
+        ctx.save_for_backward(*call[:3], call.widths)
+        ctx.options = call.bases, call.backend
+        scores: Tensor = torch.ops.ahop.score_forward.default(*args)
+        return scores
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Computes the gradients; a second derivative is refused by the operator."""
-        tensors, need = ctx.saved_tensors, ctx.needs_input_grad[1:4]
-        if torch.is_grad_enabled() or not is_plain_call(grad):
-            backend = next(name for name, kernel in KERNELS.items() if kernel is ctx.kernel)
-            operator = torch.ops.ahop.score_backward.default
-            grads = operator(grad, *tensors, ",".join(ctx.names), backend, need, ctx.widths)
-        else:
-            grads = ctx.kernel.score_backward(grad, *tensors, ctx.names, need, ctx.widths)
-        query, key, weight = (x if wanted else None for x, wanted in zip(grads, need, strict=True))
-        return None, query, key, weight if weight is None else weight.to(tensors[2].dtype), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Computes the gradients of query, key and weight."""
+        *tensors, widths = ctx.saved_tensors
+        operator, need = torch.ops.ahop.score_backward.default, ctx.needs_input_grad[:3]
+        return *call_backward(operator, need, grad, *tensors, *ctx.options, widths), *[None] * 5
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor weight, str bases, str backend"
-_SCHEMA = f"({_INPUTS}, bool wide=True, Tensor? widths=None, bool missing=False) -> Tensor"
-register("score", _SCHEMA, _score, _fake_score, _differentiate_score, _save_score)
-_SCHEMA = f"(Tensor grad, {_INPUTS}, bool[] need, Tensor? widths=None) -> (Tensor, Tensor, Tensor)"
+_SCHEMA = f"({_INPUTS}, bool wide, Tensor? widths, bool missing) -> Tensor"
+register("score_forward", _SCHEMA, _score_forward, _fake_score_forward)
+register_composite("score", _SCHEMA, _Score)
+_SCHEMA = f"(Tensor grad, {_INPUTS}, Tensor? widths, bool[] need) -> (Tensor, Tensor, Tensor)"
 register("score_backward", _SCHEMA, _score_backward, _fake_score_backward)

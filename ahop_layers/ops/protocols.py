@@ -8,7 +8,7 @@ from torch import Tensor
 from ahop_layers.ops.reference import accumulation_dtype
 
 
-class Kernel(Protocol):
+class KernelModule(Protocol):
     """A kernel module has the functions of :mod:`ahop_layers.ops.chunked`.
 
     Further ones are optional: ``softmax`` and ``softmax_backward`` as in ``sliced``, and ``compile_ahead``.
@@ -47,7 +47,7 @@ class AttentionCall(NamedTuple):
         return self._replace(weight=weight if self.scaling == 1 else weight * self.scaling, beta=None, scaling=1.0)
 
     def weight_grads(self, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes the gradients of weight and beta, an empty one if there is none, from that of :meth:`combined`."""
+        """Computes the gradients of weight and beta, empty if it is None, from the gradient of the combined weight."""
         grad = grad if self.scaling == 1 else grad * self.scaling
         if self.beta is None:
             return grad, grad.new_empty(0)

@@ -150,8 +150,8 @@ def sorted_similarities(
 ) -> Tensor:
     """Similarities per block of every pair in descending order: ``(..., L, d), (..., S, d) -> (..., L, S, n)``.
 
-    ``n`` is the number of blocks, by default d, and ``blocks`` is that of :func:`block_sums`. ``width`` is that of a
-    base that saturates, by default 1.
+    ``n`` is the number of blocks, by default d, and ``blocks`` as in :func:`block_sums`. ``width`` belongs to a base
+    that saturates, by default 1.
     """
     values = pair_values(query, key, base, width)
     return block_sums(values, n or query.shape[-1], blocks).sort(dim=-1, descending=True).values
@@ -210,8 +210,8 @@ def adaptive_similarity(
     """Scores as the paper defines them: weighted footprints, summed over the bases, in the dtype of the inputs.
 
     ``(..., L, d), (..., S, d), (n_bases, n) -> (..., L, S)``; with weights per head
-    ``(..., H, L, d), (..., H, S, d), (H, n_bases, n) -> (..., H, L, S)``. ``blocks`` is that of :func:`block_sums`, and
-    ``widths (n_bases,)`` are those of the bases that saturate.
+    ``(..., H, L, d), (..., H, S, d), (H, n_bases, n) -> (..., H, L, S)``. ``blocks`` is as in :func:`block_sums`, and
+    ``widths (n_bases,)`` belong to bases that saturate.
     """
     n = weight.shape[-1]
     scores = [
@@ -228,38 +228,19 @@ def known_blocks(
     n: int,
     blocks: Tensor | None = None,
     widths: Tensor | None = None,
-    constant: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Similarities of blocks for each base, and which blocks are known, ``(..., L, S, n)`` each; NaN is unknown.
 
     The sum of a block is divided by the known share of its dimensions, and a block without any is missing.
-
-    With a ``constant``, a scalar or ``(..., 1, 1, 1)``, blocks are normalized first. For a block of w dimensions, of
-    which a pair knows v, ``x`` becomes ``(x - mean) / (sqrt(w / v) * norm + constant)``, with the mean of the v values
-    and the norm of their deviations: ``sqrt(w / v)`` estimates the norm of the whole block, so that ``dot`` is the
-    correlation of the v values. A block with fewer than two known dimensions is missing, unless it has only one.
     """
     known = ~(query.isnan().unsqueeze(-2) | key.isnan().unsqueeze(-3))
     sizes = block_sums(torch.ones_like(query[..., :1, :].unsqueeze(-2)), n, blocks)
     counts = block_sums(known.to(query.dtype), n, blocks)
-    present = counts >= (1 if constant is None else sizes.clamp(max=2))
     share = (counts / sizes).clamp(min=torch.finfo(query.dtype).tiny)
     query, key = (each.masked_fill(each.isnan(), 0.0) for each in (query, key))
     pair = query.unsqueeze(-2), key.unsqueeze(-3)
-    if constant is not None:
-        d = query.shape[-1]
-        numbers = torch.arange(d, device=query.device) // (d // n) if blocks is None else blocks.long()
-
-        def normalized(rows: Tensor) -> Tensor:
-            mean = block_sums(rows * known, n, blocks) / counts.clamp(min=1)
-            deviation = (rows - mean[..., numbers]).masked_fill(~known, 0.0)
-            square = block_sums(deviation.square(), n, blocks) / share
-            norm = square.clamp(min=torch.finfo(square.dtype).tiny).sqrt()  # with the gradient 0 at 0
-            return deviation / (norm + constant)[..., numbers]
-
-        pair = normalized(pair[0]), normalized(pair[1])
     values = (_values(*pair, base, _at(widths, index)).masked_fill(~known, 0.0) for index, base in enumerate(bases))
-    return [block_sums(each, n, blocks) / share for each in values], present
+    return [block_sums(each, n, blocks) / share for each in values], counts > 0
 
 
 def missing_similarity(
@@ -269,7 +250,6 @@ def missing_similarity(
     bases: Sequence[str],
     blocks: Tensor | None = None,
     widths: Tensor | None = None,
-    constant: Tensor | None = None,
 ) -> Tensor:
     """Scores from folded weights, where NaN in the query or in the key is an unknown value.
 
@@ -281,7 +261,7 @@ def missing_similarity(
     A constant u gives ``n / m`` times the sum. Without a known block the score is -inf.
     """
     n = folded.shape[-1]
-    blocked, present = known_blocks(query, key, bases, n, blocks, widths, constant)
+    blocked, present = known_blocks(query, key, bases, n, blocks, widths)
     count = present.sum(-1)
     scores = []
     for index, values in enumerate(blocked):

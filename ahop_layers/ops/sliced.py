@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ahop_layers.ops.chunked import GPU_SCRATCH_BYTES, SCRATCH_BYTES
 from ahop_layers.ops.dropout import kept, scale
-from ahop_layers.ops.protocols import AttentionCall, Kernel
+from ahop_layers.ops.protocols import AttentionCall, KernelModule
 from ahop_layers.ops.reference import accumulation_dtype
 
 PAIR_VALUES = 4  # number of values of the accumulation dtype that a slice holds for each pair of query and key
@@ -74,7 +74,7 @@ def _drop_(weights: Tensor, remaining: Tensor | None, dropout: float) -> Tensor:
 class Sliced:
     """Attention in slices of queries; see :class:`ahop_layers.ops.protocols.Attention`."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: KernelModule) -> None:
         self.kernel = kernel
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -144,10 +144,10 @@ def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, T
 
 
 def softmax_backward(scores: Tensor, log_sum: Tensor, slopes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Computes the weights in a dtype, and the gradients of the scores from those of the weights, ``slopes``.
+    """Computes the weights in a dtype, and the gradients of the scores from the gradients of the weights, ``slopes``.
 
-    The readout is not used: its rounding would reach the gradient of the footprint weights. That of the log-sum-exp is
-    divided out.
+    The readout is not used: its rounding would reach the gradient of the footprint weights. The rounding of the
+    log-sum-exp is divided out.
     """
     weights, slopes = scores.sub_(log_sum.unsqueeze(-1)).exp_(), slopes.to(scores.dtype)
     total = weights.sum(-1, keepdim=True).clamp_(min=torch.finfo(weights.dtype).tiny)  # 0 if all keys are masked

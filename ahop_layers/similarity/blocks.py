@@ -1,6 +1,5 @@
 """Blocks of dimensions: how a similarity cuts its dimensions, and how queries and keys are arranged for the kernels."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -17,6 +16,10 @@ EPSILON = 1e-3
 SLICE_ELEMENTS = 2**21  # number of elements of stored patterns that are processed at once
 
 
+BlocksArgument = Any
+"""None, an integer, an integer tensor or array, or a :class:`~ahop_layers.Blocks`."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Blocks:
     """One way to cut d dimensions into n blocks.
@@ -28,13 +31,15 @@ class Blocks:
         normalize: whether to center each block of query and key, and to divide it by its norm plus a small constant,
             before any base similarity. ``dot`` is then the correlation of two blocks: an offset of a block or a
             positive factor does not change it. The constant is 0.001 times the root mean square norm of the stored
-            blocks, so that the unit of the data does not matter and a block without contrast counts little.
+            blocks, so that the unit of the data does not matter and a block without contrast counts little. Where NaN
+            is an unknown value, it takes the mean of the known values of its block, and a block with fewer than half of
+            its values known is 0.
 
     >>> import ahop_layers as ah
     >>> ah.Blocks(4, normalize=True)
     Blocks(4, normalize=True)
-    >>> ah.AdaptiveSimilarity(64, blocks=[ah.Blocks(ah.patches(8, 8, 2), normalize=True), 8]).blocks
-    (Blocks(tensor(n=16), normalize=True), Blocks(8, normalize=False))
+    >>> ah.AdaptiveSimilarity(64, blocks=ah.Blocks(ah.patches(8, 8, 2), normalize=True)).blocks
+    Blocks(tensor(n=16), normalize=True)
     """
 
     assignment: Any
@@ -59,7 +64,7 @@ class Blocks:
             given = numbers.long().clone()
         elif given is not None:
             expected = "None, an integer, or an integer tensor or array"
-            raise AHopError(f"an entry of blocks must be {expected}, got {given!r}")
+            raise AHopError(f"blocks must be {expected}, got {given!r}")
         if not isinstance(self.normalize, bool):
             raise AHopError(f"normalize must be True or False, got {self.normalize!r}")
         object.__setattr__(self, "assignment", given)
@@ -113,12 +118,9 @@ class Blocks:
         return self.short() if self.normalize else f"Blocks({self.short()}, normalize=False)"
 
 
-def resolutions(blocks: Any) -> tuple[Blocks, ...]:
-    """Returns the ``blocks`` argument of a similarity as one :class:`Blocks` for each resolution."""
-    entries: Sequence[Any] = blocks if isinstance(blocks, (list, tuple)) else (blocks,)
-    if not entries:
-        raise AHopError(f"blocks must have at least one entry, got {blocks!r}")
-    return tuple(entry if isinstance(entry, Blocks) else Blocks(entry) for entry in entries)
+def as_blocks(blocks: BlocksArgument) -> Blocks:
+    """Returns the ``blocks`` argument of a similarity as :class:`Blocks`."""
+    return blocks if isinstance(blocks, Blocks) else Blocks(blocks)
 
 
 def patches(height: int, width: int, size: int, channels: int = 1) -> Tensor:
@@ -154,73 +156,51 @@ def restore(rows: Tensor, index: Tensor, dim: int) -> Tensor:
     return rows.index_select(-1, inverse)
 
 
-def normalize(query: Tensor, key: Tensor, n: int, norm: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+def normalize(
+    query: Tensor, key: Tensor, n: int, norm: Tensor, real: Tensor | None, missing: bool
+) -> tuple[Tensor, Tensor]:
     """Centers and scales the n consecutive blocks of ``(..., L, n * width)`` and ``(..., S, n * width)``.
 
-    The scalar ``norm`` is the root mean square norm of the stored blocks; 0 means that of the keys of each batch entry.
-    ``real``, a bool tensor ``(n * width,)``, is False for padding, and None if there is none.
+    The scalar ``norm`` is the root mean square norm of the stored blocks; 0 means the norm of the keys of each batch
+    entry. ``real``, a bool tensor ``(n * width,)``, is False for padding, and None if there is none.
+
+    If ``missing``, NaN is an unknown value. Unknown values take the mean of the known ones of their block, and a block
+    with fewer than half of its values known is 0, without any correlation: the result has no NaN.
     """
-    centered = _center(query, n, real), _center(key, n, real)
-    norms = [torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in centered]
+    queries, keys = (_center(rows, n, real, missing) for rows in (query, key))
+    norms = [torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (queries, keys)]
     # Unlike the root of a mean, vector_norm has the gradient 0 where all values are 0.
     own = torch.linalg.vector_norm(norms[1], dim=(-3, -2, -1), keepdim=True) / max(1, n * key.shape[-2]) ** 0.5
-    constant = _constant(norm, own)
-    queries, keys = (each / (norm + constant) for each, norm in zip(centered, norms, strict=True))
+    constant = torch.where(norm > 0, norm.to(own.dtype), own)
+    constant = torch.where(constant > 0, EPSILON * constant, 1.0)  # 0 if the keys have no contrast at all
+    queries, keys = queries / (norms[0] + constant), keys / (norms[1] + constant)
     return queries.flatten(-2).to(query.dtype), keys.flatten(-2).to(key.dtype)
 
 
-def _constant(norm: Tensor, own: Tensor) -> Tensor:
-    """Returns what is added to norms, from the norm of the stored blocks or, if it is 0, that of the keys."""
-    constant = torch.where(norm > 0, norm.to(own.dtype), own)
-    return torch.where(constant > 0, EPSILON * constant, 1.0)  # 0 if the keys have no contrast at all
-
-
-def known_constant(key: Tensor, n: int, norm: Tensor, gather: Tensor | None) -> Tensor:
-    """Returns the constant of :func:`normalize` for ``key (..., S, d)`` with unknown values: ``(..., 1, 1, 1)``.
-
-    It is a scalar if the norm is set, so that it does not depend on the keys.
-    """
-    if not torch.compiler.is_compiling() and norm > 0:
-        return EPSILON * norm
-    norms, present = _known_norms(key, n, gather)
-    count = present.sum((-2, -1)).clamp(min=1).to(norms.dtype)
-    own = torch.linalg.vector_norm(norms, dim=(-2, -1)) / count.sqrt()
-    return _constant(norm, own[..., None, None, None])
-
-
 def stored_norm(key: Tensor, n: int, gather: Tensor | None) -> Tensor:
-    """Returns the root mean square norm of all blocks of ``key (..., S, d)`` after centering, a scalar.
+    """Returns the root mean square norm of all blocks of ``key (..., S, d)`` as :func:`normalize` centers them.
 
-    ``gather`` is the index of :meth:`Blocks.gather`. Rows are processed in slices to bound memory. The norm of a block
-    with unknown values, NaN, is estimated from those known; see :func:`ahop_layers.ops.reference.missing_similarity`.
+    ``gather`` is the index of :meth:`Blocks.gather`. Rows are processed in slices to bound memory.
     """
     total = torch.zeros((), dtype=torch.float64, device=key.device)
-    count = torch.zeros((), dtype=torch.int64, device=key.device)
+    real = None if gather is None else gather < key.shape[-1]
     rows = key.reshape(-1, key.shape[-1])
     for part in torch.split(rows, max(1, SLICE_ELEMENTS // key.shape[-1])):
-        norms, present = _known_norms(part, n, gather)
-        total += norms.square().sum(dtype=torch.float64)
-        count += present.sum()
-    return (total / count.clamp(min=1)).sqrt()
+        part = part if gather is None else arrange(part, gather)
+        total += _center(part, n, real, missing=True).square().sum(dtype=torch.float64)
+    return (total / max(1, n * len(rows))).sqrt()
 
 
-def _known_norms(key: Tensor, n: int, gather: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the norm of each centered block of ``key (..., d)``, 0 if unknown, and which are known: ``(..., n)``."""
-    rows = key if gather is None else arrange(key, gather)
-    real = rows.new_ones(rows.shape[-1], dtype=torch.bool) if gather is None else gather < key.shape[-1]
-    known = real & ~rows.isnan()
-    sizes, counts = (torch.unflatten(each, -1, (n, -1)).sum(-1) for each in (real, known))
-    present = counts >= sizes.clamp(max=2)
-    centered = _center(rows.masked_fill(~known, 0.0), n, known)
-    share = counts.clamp(min=1).to(centered.dtype) / sizes
-    norms = torch.linalg.vector_norm(centered, dim=-1) / share.sqrt()
-    return norms.masked_fill(~present, 0.0), present
-
-
-def _center(rows: Tensor, n: int, real: Tensor | None) -> Tensor:
-    """Subtracts the mean of each block: ``(..., n * width) -> (..., n, width)``; values that are not ``real`` are 0."""
+def _center(rows: Tensor, n: int, real: Tensor | None, missing: bool) -> Tensor:
+    """Subtracts the mean of each block: ``(..., n * width) -> (..., n, width)``; padding and unknown values are 0."""
     blocks = torch.unflatten(rows.to(accumulation_dtype(rows.dtype)), -1, (n, -1))
-    if real is None:
+    if real is None and not missing:
         return blocks - blocks.mean(-1, keepdim=True)
-    real = torch.unflatten(real, -1, (n, -1))
-    return (blocks - blocks.sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp(min=1)) * real
+    counted = real if real is not None else torch.ones(rows.shape[-1], dtype=torch.bool, device=rows.device)
+    counted = torch.unflatten(counted, -1, (n, -1))
+    size = counted.sum(-1, keepdim=True)
+    if missing:
+        counted = counted & ~blocks.isnan()
+        counted = counted & (2 * counted.sum(-1, keepdim=True) >= size)
+        blocks = blocks.masked_fill(~counted, 0.0)
+    return (blocks - blocks.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)) * counted

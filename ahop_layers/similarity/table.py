@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_choice, check_numbers, check_sizes
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BlocksArgument, Init, without_bias
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Init, without_bias
+from ahop_layers.similarity.blocks import BlocksArgument
 
 
 class TableSimilarity(nn.Module):
@@ -31,6 +32,7 @@ class TableSimilarity(nn.Module):
     True
     """
 
+    allows_missing = True
     reach: Tensor
 
     def __init__(
@@ -118,6 +120,8 @@ class AdaptiveTableSimilarity(AdaptiveSimilarity):
     True
     """
 
+    explain = None  # type: ignore[assignment]
+
     def __init__(
         self,
         dim: int,
@@ -138,8 +142,8 @@ class AdaptiveTableSimilarity(AdaptiveSimilarity):
             self.table.reset_parameters()
 
     def forward(
-        self, query: Tensor, key: Tensor, arranged: Sequence[Tensor | None] | None = None, missing: bool = False
+        self, query: Tensor, key: Tensor, missing: bool = False, prepared: Sequence[Tensor] | None = None
     ) -> Tensor:
         """Scores ``query (..., L, d)`` against ``key (..., S, d)``; see :class:`AdaptiveSimilarity`."""
         learned: Tensor = self.table(self.unbiased(query), key, missing)
-        return super().forward(query, key, arranged, missing) + learned
+        return super().forward(query, key, missing, prepared) + learned

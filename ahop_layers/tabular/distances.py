@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
-from ahop_layers.association import FIXED
-from ahop_layers.learning.ranks import bin_edges, features, pools
-from ahop_layers.learning.regression import Problem, minimize
+from ahop_layers.memory.learn.ranks import bin_edges, features, pools
+from ahop_layers.memory.learn.regression import Problem, minimize
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import unfold
+from ahop_layers.similarity.fixed import FIXED
 
 BASES = {"L1": "l1", "Euclid": "dis", "Sorensen": "l1"}
 """Kind of a term -> the base similarity that it sums. Cosine is a product."""

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ahop_layers.errors import AHopError, check_choice, check_numbers, check_sizes
 from ahop_layers.memory.memory import AssociativeMemory
+from ahop_layers.memory.variants import Mixed, Variant
 from ahop_layers.ops.reference import check_bases
 from ahop_layers.tabular.base import ClassPredictions, TabularEstimator, check_count
 from ahop_layers.tabular.columns import standardization
 from ahop_layers.tabular.distances import LEARNED, PLAIN, RowSimilarity, choose
 from ahop_layers.tabular.rows import Array
-from ahop_layers.variants import Mixed, Variant
 
 SHORTLIST, SHORTLIST_ELEMENTS, FIRST_SCORES = 64, 2**22, 2**24
 """Rows to which weights of ranks are applied for each query, and elements and first scores that are held at once."""
@@ -121,7 +121,7 @@ class AdaptiveNeighborsClassifier(ClassPredictions, _Neighbors):
         bases: base similarities of the adaptive similarity, which is initialized to the first.
         blocks: similarities are summed over blocks of features before they are sorted; see
             :class:`~ahop_layers.AdaptiveSimilarity`. ``None`` makes every feature a block.
-        variant: a variant of :mod:`ahop_layers.variants` that damages rows during training, for queries with errors or
+        variant: a variant of :mod:`ahop_layers.memory.variants` that damages rows during training, for queries with errors or
             missing values. It receives features of mean 0 and variance 1 if ``standardize`` is True. ``None`` trains on
             the rows as they are.
         standardize: whether to shift each feature to mean 0 and scale it to variance 1. If False, rows are compared in

@@ -1,8 +1,8 @@
-"""Similarities of the baselines, without parameters, for the attention and the pooling of the examples."""
+"""Similarities of the baselines, without parameters, for attention and pooling."""
 
 from torch import Tensor, nn
 
-from ahop_layers.association import dot_product
+from ahop_layers.similarity.fixed import dot_product
 
 
 class DotProduct(nn.Module):

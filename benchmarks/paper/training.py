@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 import ahop_layers as ah
+from ahop_layers.memory.variants import Variant
 from ahop_layers.ops.reference import fold, unfold
-from ahop_layers.variants import Variant
 from benchmarks.paper.networks import Network
 from benchmarks.paper.table import TableSimilarity
 

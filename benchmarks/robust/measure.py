@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 import ahop_layers as ah
-from ahop_layers.learning import questions
-from ahop_layers.learning.auto import AutoSimilarity
-from ahop_layers.learning.solve import Learned, learn
-from ahop_layers.variants import as_damage
+from ahop_layers.memory.learn import questions
+from ahop_layers.memory.learn.auto import AutoSimilarity
+from ahop_layers.memory.learn.solve import Learned, learn
+from ahop_layers.memory.variants import as_damage
 from benchmarks.robust.tasks import Task
 
 Figures = dict[str, dict[float, float]]

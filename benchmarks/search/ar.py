@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ahop_layers.variants import Covered
+from ahop_layers.memory.variants import Covered
 from benchmarks.harness.report import bold_best, group, table
 from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.search.data import Images

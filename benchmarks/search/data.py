@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ahop_layers.variants import Level, Missing, Variant
+from ahop_layers.memory.variants import Level, Missing, Variant
 from benchmarks.damages import random_block
 
 FACES = Path("faces") / "yale_b.npz"

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 import ahop_layers as ah
-from ahop_layers.variants import Variant
+from ahop_layers.memory.variants import Variant
 from benchmarks.search.data import Images
 from benchmarks.search.rivals import Answer, Training
 

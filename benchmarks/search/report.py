@@ -8,7 +8,7 @@ from textwrap import wrap
 import numpy as np
 from torch import Tensor
 
-from benchmarks.harness.report import bold_best, bold_best_in_columns, drawing, group, number, table
+from benchmarks.harness.report import COLORS, bold_best, bold_best_in_columns, drawing, group, number, table
 from benchmarks.harness.rows import Row
 from benchmarks.search.measure import Shown
 from benchmarks.search.packaged import OURS
@@ -104,8 +104,6 @@ def draw_answers(shown: Shown, path: Path) -> Path:
 
     The last column shows what each pixel adds to the score of the answer of the adaptive memory.
     """
-    from examples.common.outputs import mark_answer  # imports matplotlib, which the tables do not need
-
     split, shape = shown.split, shown.split.stored.shape
 
     def image(row: Tensor) -> np.ndarray:
@@ -127,7 +125,10 @@ def draw_answers(shown: Shown, path: Path) -> Path:
                 if labels is None:
                     axis.spines[:].set_visible(False)
                     continue
-                mark_answer(axis, bool(labels[line] == truth[line]))
+                color, sign = (COLORS[2], "\u2713") if labels[line] == truth[line] else (COLORS[3], "\u2717")
+                axis.spines[:].set(visible=True, color=color, linewidth=2.5)
+                box = {"facecolor": color, "linewidth": 0, "boxstyle": "round,pad=0.15"}
+                axis.text(0.94, 0.06, sign, transform=axis.transAxes, ha="right", color="white", fontsize=9, bbox=box)
         if shown.explained is not None:
             axes[0, -1].set_title("pixels\nthat count", fontsize=9)
             for axis, row in zip(axes[:, -1], shown.explained.flatten(1), strict=True):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ahop_layers as ah
-from ahop_layers.variants import Variant
+from ahop_layers.memory.variants import Variant
 from benchmarks.paper.training import warmup_cosine
 from benchmarks.search.data import OFFSETS, Images, contrasts
 

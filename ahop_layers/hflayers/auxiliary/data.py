@@ -34,7 +34,7 @@ def _bits(*shape: int) -> Tensor:
 
 
 class BitPatternSet(_Samples):
-    """Bags of bit patterns; those of one class contain signals, which occur in no other bag.
+    """Bags of bit patterns; only the bags of one class contain signals.
 
     Args:
         num_bags, num_instances: number of bags, and of patterns in each.

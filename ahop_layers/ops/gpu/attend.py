@@ -18,8 +18,8 @@ ROWS, CHUNK = 16, 8  # rows of a tile, and dimensions of a matrix
 MAX_BLOCKS, MAX_DIMENSIONS = 8, 128
 MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 KEYS = 32  # of a tile of the forward kernel
-SCORE_WARPS = 4  # of a block that scores without attention
-RESERVED = 1024  # bytes of shared memory that the driver keeps for each block
+SCORE_WARPS = 4  # of a thread block that scores without attention
+RESERVED = 1024  # bytes of shared memory that the driver keeps for each thread block
 LEAST_SLOTS = 4  # of the ring of the backward kernel
 MOST_PLANS = 4096
 
@@ -36,21 +36,21 @@ class Shape(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a device has: its index, bytes of shared memory of a block and a multiprocessor, and multiprocessors."""
+    """A device: its index, bytes of shared memory of a thread block and a multiprocessor, and multiprocessors."""
 
     device: int
-    block: int
+    thread_block: int
     multiprocessor: int
     multiprocessors: int
 
 
 Place = tuple[int, int, int, int]
-"""The address of a tensor ``(N, H, L, d)`` and its strides in bytes, without that of adjacent numbers."""
+"""The address of a tensor ``(N, H, L, d)`` and its strides in bytes, except for adjacent numbers."""
 
 NOWHERE: Place = (0, 0, 0, 0)
 
 
-class Rows(NamedTuple):
+class PaddedRows(NamedTuple):
     """A tensor ``(N, H, L, d)`` with rows of adjacent numbers, and its place."""
 
     tensor: Tensor
@@ -88,7 +88,7 @@ def serves(call: AttentionCall) -> bool:
 
 
 def occupancy(shape: Shape) -> tuple[int, int]:
-    """Returns the most warps in a block of the forward kernel, and blocks on a multiprocessor, that registers allow."""
+    """Returns the most warps of a thread block, and thread blocks on a multiprocessor, that registers allow."""
     if shape.n * shape.size > 64 or shape.width > 64:
         return 8, 1
     return (8, 2) if shape.n <= 4 else (4, 3)
@@ -99,7 +99,7 @@ def _kernel(name: str, index: int, source: str, constants: tuple[tuple[str, int]
     return nvrtc.Kernel(source, name, dict(constants), index)
 
 
-class Plan:
+class AttentionPlan:
     """All that depends on shapes, dtypes and options of a call alone: kernels, their launches, and scratch memory.
 
     With ``scores``, the kernels score without attention: the mask stands for the scores or their gradient.
@@ -137,45 +137,45 @@ class Plan:
         self._plan_backward(len(bases), has_dis)
 
     def _plan_forward(self, own: int, causal: bool) -> None:
-        most, blocks = occupancy(self.shape)
+        most, resident = occupancy(self.shape)
         heads, wide = self.batch * self.heads, -(-self.tiles // 16)
         fills = 16 * wide <= 1.1 * self.tiles and heads * wide >= 2 * self.limits.multiprocessors
-        if blocks == 2 and fills and not causal:
-            most, blocks = 16, 1  # twice as many queries for each copy of the keys
-        room = min(self.limits.block, self.limits.multiprocessor // blocks - RESERVED)
+        if resident == 2 and fills and not causal:
+            most, resident = 16, 1  # twice as many queries for each copy of the keys
+        room = min(self.limits.thread_block, self.limits.multiprocessor // resident - RESERVED)
         fitting = (room - most * own) // (KEYS * self.row)
         # An area for all keys has one of few sizes, each of which is a kernel.
         enough = [tiles for tiles in (2, 4, fitting) if -(-self.count // KEYS) <= tiles <= fitting]
         tiles, areas = (enough[0], 1) if enough else (max(1, min(4, fitting // 3)), 3)
-        if areas * tiles > fitting:  # fewer blocks where shared memory is too small
-            room = min(self.limits.block, self.limits.multiprocessor - RESERVED)
+        if areas * tiles > fitting:  # fewer thread blocks where shared memory is too small
+            room = min(self.limits.thread_block, self.limits.multiprocessor - RESERVED)
         groups = areas * tiles * KEYS * self.row
         warps = max(1, min(most, (room - groups) // own, self.tiles))
         warps = _even_warps(self.tiles, warps, heads, self.limits.multiprocessors)
-        self.blocks = -(-self.tiles // warps)
-        if areas == 1:  # a block that has all keys may as well have several rounds of queries
-            rounds = even_split(self.blocks, heads, blocks * self.limits.multiprocessors)
-            self.blocks = -(-self.blocks // rounds)
-        self.forward_launch = heads * self.blocks, 32 * warps, groups + warps * own
-        sizes = {"tiles": tiles, "areas": areas, "threads": 32 * most, "blocks_per_sm": blocks}
+        self.thread_blocks = -(-self.tiles // warps)  # of a head
+        if areas == 1:  # a thread block that has all keys may as well have several rounds of queries
+            rounds = even_split(self.thread_blocks, heads, resident * self.limits.multiprocessors)
+            self.thread_blocks = -(-self.thread_blocks // rounds)
+        self.forward_launch = heads * self.thread_blocks, 32 * warps, groups + warps * own
+        sizes = {"tiles": tiles, "areas": areas, "threads": 32 * most, "thread_blocks_per_sm": resident}
         self.forward_constants = {**self.constants, **sizes}
 
     def _plan_backward(self, bases: int, has_dis: bool) -> None:
         n, dims, heads = self.shape.n, self.shape.n * self.shape.size, self.batch * self.heads
         tile = ROWS * (self.row + 8) + 16 + 512 * (dims // CHUNK + has_dis)
-        room = min(self.limits.block, self.limits.multiprocessor - RESERVED) - 16
+        room = min(self.limits.thread_block, self.limits.multiprocessor - RESERVED) - 16
         warps, own = 8, ROWS * self.row
         while warps > 1 and warps * own + LEAST_SLOTS * (tile + 16 * warps) > room:
             warps //= 2
         tile += 16 * warps  # barriers
         fitting, key_tiles = (room - warps * own) // tile, -(-self.count // ROWS)
-        # A block has all keys of a head if its queries fit and there are enough heads. It has several heads if warps
-        # without keys in the last round can load the next one.
+        # A thread block has all keys of a head if its queries fit and there are enough heads. It has several heads if
+        # warps without keys in the last round can load the next one.
         alone = self.tiles <= fitting and self.group == 1 and heads >= self.limits.multiprocessors
         self.key_warps, self.strips = warps, 1 if alone else -(-key_tiles // warps)
         self.strip_tiles, self.items = -(-key_tiles // self.strips), heads // self.group * self.strips
-        blocks = min(self.items, self.limits.multiprocessors) if alone and key_tiles % warps else self.items
-        self.slots = min(fitting, self.tiles * self.group * -(-self.items // blocks))
+        thread_blocks = min(self.items, self.limits.multiprocessors) if alone and key_tiles % warps else self.items
+        self.slots = min(fitting, self.tiles * self.group * -(-self.items // thread_blocks))
         sizes = (
             heads * self.tiles * dims * ROWS if self.strips > 1 else 0,  # query_sums
             heads * self.tiles * ROWS * 2,  # statistics
@@ -186,13 +186,13 @@ class Plan:
         lanes = min(16, 1 << (self.shape.width // CHUNK - 1).bit_length())
         self.launches = {
             "attend_statistics": (-(-heads * self.tiles * ROWS * lanes // 256), 256, 0),
-            "attend_backward": (blocks, 32 * warps, 16 + warps * own + self.slots * tile),
+            "attend_backward": (thread_blocks, 32 * warps, 16 + warps * own + self.slots * tile),
         }
         self.launches_of_rows = dict(self.launches)
         self.launches["attend_weights"] = self.heads * bases, 512, 128 * (n + 1)
 
     def run(self, launches: Mapping[str, tuple[int, int, int]], arguments: bytes) -> None:
-        """Runs kernels on the current stream of the device, each with a number of blocks, threads and bytes."""
+        """Runs kernels on the current stream of the device, each with a number of thread blocks, threads and bytes."""
         kernels = [(self.kernels.get(name) or self._load(name), *launch) for name, launch in launches.items()]
         nvrtc.run(self.device, kernels, arguments)
 
@@ -205,16 +205,15 @@ class Plan:
         if name == "attend_forward":
             return "attend.cu", tuple(self.forward_constants.items())
         warps = SCORE_WARPS if name == "score_tiles" else self.key_warps
-        constants = {**self.constants, "threads": 32 * warps, "blocks_per_sm": 1}
+        constants = {**self.constants, "threads": 32 * warps, "thread_blocks_per_sm": 1}
         return "score_tiles.cu" if name == "score_tiles" else "attend_backward.cu", tuple(constants.items())
 
-    def compile_ahead(self) -> None:
+    def _compile_ahead(self) -> None:
         """Compiles the kernels of forward and backward pass at the same time, where each would compile its own."""
-        if not self.kernels:
-            programs = [self._program(name) for name in ("attend_forward", "attend_backward")]
-            nvrtc.compile_together([(source, dict(constants)) for source, constants in programs], self.limits.device)
+        programs = [self._program(name) for name in ("attend_forward", "attend_backward")]
+        nvrtc.compile_together([(source, dict(constants)) for source, constants in programs], self.limits.device)
 
-    def rows(self, tensor: Tensor, size: int, n: int, is_padded: bool) -> Rows:
+    def rows(self, tensor: Tensor, size: int, n: int, is_padded: bool) -> PaddedRows:
         """Returns rows whose n blocks are padded with zeros to ``size`` dimensions, aligned to 16 bytes."""
         if is_padded:
             blocks = torch.unflatten(tensor, -1, (n, -1))
@@ -222,28 +221,30 @@ class Plan:
         address, batch, head, row = place = _place(tensor)
         if tensor.stride(-1) != 1 or (address | batch | head | row) % 16:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-            return Rows(tensor, _place(tensor))
-        return Rows(tensor, place)
+            return PaddedRows(tensor, _place(tensor))
+        return PaddedRows(tensor, place)
 
-    def inputs(self, call: AttentionCall) -> tuple[Rows, Rows, Rows]:
+    def inputs(self, call: AttentionCall) -> tuple[PaddedRows, PaddedRows, PaddedRows]:
         """Returns query, key and value as the kernels take them."""
         n, size, _ = self.shape
         padded = self.is_padded[0]
         return self.rows(call.query, size, n, padded), self.rows(call.key, size, n, padded), self.values(call.value)
 
-    def values(self, tensor: Tensor) -> Rows:
+    def values(self, tensor: Tensor) -> PaddedRows:
         """Returns values, or a readout or its gradient, as the kernels take them."""
         return self.rows(tensor, self.shape.width, 1, self.is_padded[1])
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Computes the readout and the log-sum-exp."""
+        if call.query.requires_grad and not self.kernels:
+            self._compile_ahead()
         query, key, value = self.inputs(call)
         weights = Weights(call)
         results, log_sum = (call._replace(value=value.tensor) if self.is_padded[1] else call).empty_results()
         arguments = FORWARD.pack(
             *query.place, *key.place, *value.place, *_place(results), *self.mask(call), *weights.place,
             _address(call.seed), log_sum.data_ptr(),
-            self.heads, self.group, self.length, self.count, self.blocks, *self.dropout, call.scaling,
+            self.heads, self.group, self.length, self.count, self.thread_blocks, *self.dropout, call.scaling,
         )  # fmt: skip
         self.run({"attend_forward": self.forward_launch}, arguments)
         if self.is_padded[1]:
@@ -313,17 +314,17 @@ def _row_bytes(d: int) -> int:
 
 
 def _even_warps(tiles: int, most: int, heads: int, multiprocessors: int) -> int:
-    """Returns the number of warps of a block: as few as the fewest blocks of at most ``most`` need.
+    """Returns the number of warps of a thread block: as few as the fewest thread blocks of at most ``most`` need.
 
-    There are more blocks where those of all heads would leave multiprocessors idle, but of four warps at least, which
-    share the work of copying keys.
+    There are more thread blocks where multiprocessors would be idle, but of four warps at least, which share the work
+    of copying keys.
     """
     while most > 4 and 4 * heads * -(-tiles // most) < 3 * multiprocessors:
         most = -(-most // 2)
     return -(-tiles // -(-tiles // most))
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+_plans: dict[tuple[Any, ...], AttentionPlan] = {}
 
 
 def _signature(call: AttentionCall) -> tuple[Any, ...]:
@@ -332,19 +333,19 @@ def _signature(call: AttentionCall) -> tuple[Any, ...]:
     return *[None if x is None else (x.shape, x.dtype, x.device) for x in tensors], bases, causal, dropout
 
 
-def planned(call: AttentionCall) -> Plan | None:
+def planned(call: AttentionCall) -> AttentionPlan | None:
     """Returns the plan of an earlier call with the same shapes, dtypes and options."""
     return _plans.get(_signature(call))
 
 
-def plan(call: AttentionCall, scores: bool = False) -> Plan:
+def plan(call: AttentionCall, scores: bool = False) -> AttentionPlan:
     """Returns the plan of a call from a cache."""
     signature = (*_signature(call), "scores") if scores else _signature(call)
     found = _plans.get(signature)
     if found is None:
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        found = _plans[signature] = Plan(call, scores)
+        found = _plans[signature] = AttentionPlan(call, scores)
     return found
 
 
@@ -368,7 +369,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _unpadded(grad: Tensor, n: int, d: int) -> Tensor:
-    """Removes the padding of :meth:`Plan.rows`; the result is contiguous."""
+    """Removes the padding of :meth:`AttentionPlan.rows`; the result is contiguous."""
     return torch.unflatten(grad, -1, (n, -1))[..., : d // n].flatten(-2).contiguous()
 
 

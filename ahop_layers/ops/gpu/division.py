@@ -7,8 +7,8 @@ import torch
 
 from ahop_layers.ops.chunked import SCRATCH_BYTES
 
-START = 0.5  # the time to load the keys of a program, in those of a query
-TAIL = 0.7  # the time in which the last programs end, in those of a program
+START = 0.5  # the time to load the keys of a program, in queries
+TAIL = 0.7  # the time in which the last programs end, in programs
 LEAST_WAVES = 3  # of programs that fill the GPU evenly, so that the last ones end at the same time
 SCRATCH_COST = 0.04  # of each SCRATCH_BYTES of parts, as a fraction of the time of all work
 MOST_PARTS = 512  # of a gradient, which a thread adds up

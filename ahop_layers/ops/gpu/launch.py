@@ -104,7 +104,7 @@ def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, T
 
 
 def softmax_backward(scores: Tensor, log_sum: Tensor, slopes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Computes the weights in a dtype, and the gradients of the scores, in their memory, from those of the weights."""
+    """Computes the weights in a dtype, and the gradients of the scores, in their memory, from ``slopes``."""
     if _needs_plain_softmax(scores, dtype):
         return sliced.softmax_backward(scores, log_sum, slopes, dtype)
     weights = torch.empty_like(scores, dtype=dtype)

@@ -19,7 +19,7 @@ class Layout(NamedTuple):
         group: lanes that sort the blocks of a pair.
         chunk: blocks per lane that it sorts; ``group * chunk >= n``.
         width: dimensions per block that a lane reads.
-        split: lanes of a group that share the dimensions of a block, and share out its sum with those of others.
+        split: lanes of a group that share the dimensions of a block, and share out the sums of their blocks.
         copies: groups that share the dimensions of a block. They exchange their sums and sort the same values.
     """
 

@@ -21,8 +21,8 @@ import torch
 from ahop_layers.errors import AHopError
 
 SOURCES = Path(__file__).parent / "cuda"
-# Attributes of shared memory: the most that a function may use, and that of a block and of a multiprocessor.
-_OF_FUNCTION, _OF_BLOCK, _OF_MULTIPROCESSOR = 8, 97, 81
+# Attributes of shared memory: the most that a function, a thread block and a multiprocessor may use.
+_OF_FUNCTION, _OF_THREAD_BLOCK, _OF_MULTIPROCESSOR = 8, 97, 81
 _NO_CONTEXT = 201
 
 
@@ -56,7 +56,7 @@ def cache_directory() -> Path:
 
 @lru_cache(maxsize=None)
 def _nvrtc() -> Any:
-    """Loads NVRTC: that of torch's wheels, or that of the system."""
+    """Loads NVRTC from torch's wheels or from the system."""
     name = f"libnvrtc.so.{(torch.version.cuda or '12').split('.')[0]}"
     places = (find_spec("nvidia") or torch.__spec__).submodule_search_locations or []
     found = [path for place in places for path in sorted(Path(place).glob(f"*/lib/{name}"))]
@@ -143,7 +143,7 @@ def _check(status: int, action: str) -> None:
 
 
 def _enter_context(index: int) -> None:
-    """Makes the context of torch, the primary one of a device, that of the current thread."""
+    """Makes the primary context of a device, which torch uses, current in this thread."""
     context = c_void_p()
     _check(_driver().cuDevicePrimaryCtxRetain(byref(context), index), "get the context of the device")
     _check(_driver().cuCtxSetCurrent(context), "set the context of the device")
@@ -151,16 +151,16 @@ def _enter_context(index: int) -> None:
 
 @lru_cache(maxsize=None)
 def shared_limits(index: int) -> tuple[int, int]:
-    """Returns the bytes of shared memory that a block may use on a device, and those of a multiprocessor."""
+    """Returns the bytes of shared memory of a thread block and of a multiprocessor on a device."""
     values = c_int(), c_int()
-    for value, attribute in zip(values, (_OF_BLOCK, _OF_MULTIPROCESSOR), strict=True):
+    for value, attribute in zip(values, (_OF_THREAD_BLOCK, _OF_MULTIPROCESSOR), strict=True):
         _check(_driver().cuDeviceGetAttribute(byref(value), attribute, index), "read an attribute of the device")
     return values[0].value, values[1].value
 
 
 @lru_cache(maxsize=None)
 def architecture(index: int) -> str:
-    """Returns the architecture to compile for: that of the device, or the newest before it that this NVRTC knows."""
+    """Returns the architecture to compile for: the device's own, or the newest before it that this NVRTC knows."""
     major, minor = torch.cuda.get_device_capability(index)
     nvrtc, count = _nvrtc(), c_int()
     nvrtc.nvrtcGetNumSupportedArchs(byref(count))
@@ -172,7 +172,7 @@ def architecture(index: int) -> str:
 
 
 def runs(device: torch.device) -> bool:
-    """Returns whether a device has all instructions of the kernels, those of fused attention too."""
+    """Returns whether a device has all instructions of the kernels, including fused attention."""
     return capability(device) >= (8, 0)
 
 
@@ -206,15 +206,15 @@ class Kernel:
             most = shared_limits(index)[0]
             _check(driver.cuFuncSetAttribute(self.function, _OF_FUNCTION, most), f"give {name} {most} bytes")
 
-    def launch(self, blocks: int, threads: int, shared: int, arguments: bytes, stream: int) -> None:
+    def launch(self, thread_blocks: int, threads: int, shared: int, arguments: bytes, stream: int) -> None:
         """Runs the kernel, whose only parameter is a structure, on a stream of the current device."""
         places = (c_char_p * 1)(arguments)  # an array of addresses, one for each parameter
-        status = self._launch(self.function, blocks, 1, 1, threads, 1, 1, shared, stream, places, None)
+        status = self._launch(self.function, thread_blocks, 1, 1, threads, 1, 1, shared, stream, places, None)
         if status == _NO_CONTEXT:  # a new thread, such as one of autograd
             _enter_context(self.index)
-            status = self._launch(self.function, blocks, 1, 1, threads, 1, 1, shared, stream, places, None)
+            status = self._launch(self.function, thread_blocks, 1, 1, threads, 1, 1, shared, stream, places, None)
         if status:
-            _check(status, f"launch {self.name} with {blocks} blocks of {threads} threads and {shared} bytes")
+            _check(status, f"launch {self.name}: {thread_blocks} thread blocks, {threads} threads, {shared} bytes")
 
 
 @lru_cache(maxsize=None)
@@ -237,7 +237,7 @@ def compile_together(programs: Sequence[tuple[str, Mapping[str, int]]], index: i
 
 
 def run(device: torch.device, launches: Sequence[tuple[Kernel, int, int, int]], arguments: bytes) -> None:
-    """Runs kernels on the current stream of a device, each with a number of blocks, threads and bytes."""
+    """Runs kernels on the current stream of a device, each with a number of thread blocks, threads and bytes."""
     stream = 0  # of tests, which run kernels on the CPU
     if device.type == "cuda":
         if device.index != torch.cuda.current_device():
@@ -245,5 +245,5 @@ def run(device: torch.device, launches: Sequence[tuple[Kernel, int, int, int]], 
                 return run(device, launches, arguments)
         # As a Stream, which torch.cuda.current_stream makes, it takes as long as a launch.
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-    for kernel, blocks, threads, shared in launches:
-        kernel.launch(blocks, threads, shared, arguments, stream)
+    for kernel, thread_blocks, threads, shared in launches:
+        kernel.launch(thread_blocks, threads, shared, arguments, stream)

@@ -18,7 +18,7 @@ from ahop_layers.ops.protocols import AttentionCall
 KINDS = ("dis", "dot", "l1", "near")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MIN_FLAT = 9  # from this number of blocks on, the sort is skipped where the weights make the order irrelevant
-SHARED_BYTES = 99 * 2**10  # that a block may use on every GPU of compute capability 8.0 or newer
+SHARED_BYTES = 99 * 2**10  # that a thread block may use on every GPU of compute capability 8.0 or newer
 OLDER_SHARED_BYTES = 64 * 2**10
 THREADS = 4 * WARP  # of the forward kernel
 MANY = 256  # threads of kernels that copy and add numbers
@@ -30,7 +30,7 @@ Launch = tuple[int, int, int]
 """Thread blocks, their threads, and their bytes of shared memory."""
 
 
-class Problem(NamedTuple):
+class ScoreProblem(NamedTuple):
     """The shapes, dtypes and options of a call. ``scores`` is the dtype of the scores or their gradient."""
 
     device: torch.device
@@ -55,7 +55,7 @@ class Program(NamedTuple):
     shared: int = 0  # bytes
 
 
-def _forward_program(problem: Problem) -> Program:
+def _forward_program(problem: ScoreProblem) -> Program:
     device, dtype, (*_, d), _, n, bases, *_ = problem
     # Two keys at a time: single dimensions in half precision, if the GPU has the instructions.
     packed = n == d and dtype != torch.float32 and nvrtc.capability(device) >= (8, 0)
@@ -68,7 +68,7 @@ def _forward_program(problem: Problem) -> Program:
     return Program("score.cu", constants, dtype, layout, 1 + packed, THREADS // WARP)
 
 
-def _backward_program(problem: Problem) -> Program:
+def _backward_program(problem: ScoreProblem) -> Program:
     device, dtype, (*_, d), _, n, bases, _, need = problem
     room = SHARED_BYTES if nvrtc.capability(device) >= (8, 0) else OLDER_SHARED_BYTES
     layout = choose_layout(n, d // n, alone=32, shared=32)
@@ -87,13 +87,13 @@ def _backward_program(problem: Problem) -> Program:
     return Program("score_backward.cu", constants, dtype, layout, 1, warps, shared_bytes(warps))
 
 
-def _padded_dtype(problem: Problem, layout: Layout) -> torch.dtype:
+def _padded_dtype(problem: ScoreProblem, layout: Layout) -> torch.dtype:
     """Returns float32 if blocks are padded with values that the dtype cannot hold, else the dtype."""
     is_half = problem.dtype == torch.float16
     return torch.float32 if layout.blocks > problem.n and is_half else problem.dtype
 
 
-def _constants(problem: Problem, layout: Layout, dtype: torch.dtype, flat: bool) -> dict[str, int]:
+def _constants(problem: ScoreProblem, layout: Layout, dtype: torch.dtype, flat: bool) -> dict[str, int]:
     bases, n = problem.bases, problem.n
     return {
         **layout.constants(),
@@ -109,10 +109,10 @@ def _constants(problem: Problem, layout: Layout, dtype: torch.dtype, flat: bool)
     }
 
 
-class Plan:
+class ScorePlan:
     """All that depends on a problem alone: kernels, their launches, and scratch memory."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: ScoreProblem) -> None:
         self.problem, self.program = problem, (_backward_program if problem.need else _forward_program)(problem)
         program, layout, bases = self.program, self.program.layout, len(problem.bases)
         self.batch, self.heads, length, d = problem.query
@@ -182,7 +182,7 @@ class Plan:
         widths: Tensor | None = None,
         grads: Sequence[Tensor | None] = (None, None, None),
     ) -> None:
-        """Computes the scores of query and key, or gradients from those of the scores."""
+        """Computes the scores of query and key, or gradients from the gradients of the scores."""
         inputs, layout, item = self.in_order(pair), self.program.layout, self.program.dtype.itemsize
         sizes = [0 if self._is_ready(x) else x.shape[-2] * self.all_heads * layout.dims for x in inputs]
         scratch = torch.empty(self.places[-1] + item * sum(sizes), dtype=torch.uint8, device=scores.device)
@@ -214,7 +214,7 @@ class Plan:
         return column == 1 and address % self.alignment == 0 and not self.is_padded
 
 
-_plan = lru_cache(maxsize=4096)(Plan)
+_plan = lru_cache(maxsize=4096)(ScorePlan)
 
 
 def _filled(count: int, tile: int) -> float:
@@ -230,10 +230,10 @@ def _place(tensor: Tensor) -> list[int]:
 def score(
     query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], out: Tensor, widths: Tensor | None
 ) -> None:
-    """Computes the scores into ``out``; arguments are those of :func:`ahop_layers.ops.chunked.score`."""
+    """Computes the scores into ``out``; for the other arguments see :func:`ahop_layers.ops.chunked.score`."""
     if use_tiles(query, weight, bases):
         return _score_tiles(query, key, weight, bases, out)
-    problem = Problem(query.device, query.dtype, query.shape, key.shape, weight.shape[-1], bases, out.dtype)
+    problem = ScoreProblem(query.device, query.dtype, query.shape, key.shape, weight.shape[-1], bases, out.dtype)
     _plan(problem).run((query, key), weight, out, None if widths is None else widths.contiguous())
 
 
@@ -248,7 +248,7 @@ def compile_ahead(
     trains_weights: bool,
 ) -> None:
     """Compiles the kernels of forward and backward pass at the same time, where each would compile its own."""
-    problem = Problem(device, dtype, (1, 1, 1, d), (1, 1, 1, d), n, bases, scores)
+    problem = ScoreProblem(device, dtype, (1, 1, 1, d), (1, 1, 1, d), n, bases, scores)
     programs = _forward_program(problem), _backward_program(problem._replace(need=(True, True, trains_weights)))
     nvrtc.compile_together([(each.source, each.constants) for each in programs], device.index or 0)
 
@@ -259,14 +259,14 @@ def score_backward(
     """Computes the gradients of query, key and weight, contiguous and in their dtypes; empty where not needed."""
     if use_tiles(query, weight, bases):
         return attend.score_gradients(_tile_call(query, key, weight, bases, grad), need)
-    problem = Problem(query.device, query.dtype, query.shape, key.shape, weight.shape[-1], bases, grad.dtype, need)
+    problem = ScoreProblem(query.device, query.dtype, query.shape, key.shape, weight.shape[-1], bases, grad.dtype, need)
     query_grad, key_grad, weight_grad = grads = _empty_grads((query, key, weight), need)
     _run_backward(problem, query, key, weight, grad, grads)
     return query_grad, key_grad, weight_grad
 
 
 def _run_backward(
-    problem: Problem, query: Tensor, key: Tensor, weight: Tensor, grad: Tensor, grads: Sequence[Tensor]
+    problem: ScoreProblem, query: Tensor, key: Tensor, weight: Tensor, grad: Tensor, grads: Sequence[Tensor]
 ) -> None:
     """Computes gradients at once, or each half of a batch whose parts of gradients need too much scratch memory."""
     plan, half = _plan(problem), query.shape[0] // 2
@@ -303,12 +303,12 @@ def _score_tiles(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, .
     call = _tile_call(query, key, weight, bases, out)
     plan, weights = attend.plan(call, scores=True), attend.Weights(call)
     (n, heads, length, _), count = query.shape, key.shape[-2]
-    blocks, keys_at_once = -(-plan.tiles // attend.SCORE_WARPS), attend.SCORE_WARPS * attend.ROWS
-    programs = n * heads * blocks
+    thread_blocks, keys_at_once = -(-plan.tiles // attend.SCORE_WARPS), attend.SCORE_WARPS * attend.ROWS
+    programs = n * heads * thread_blocks
     rows = division.rows_per_program(count, programs * attend.SCORE_WARPS, query.device, keys_at_once)
     chunks = -(-count // rows)
     queries, keys = plan.rows(query, 0, 1, False), plan.rows(key, 0, 1, False)
     arguments = TILES.pack(
-        *queries.place, *keys.place, *_place(out), *weights.place, heads, length, count, rows, blocks, chunks
+        *queries.place, *keys.place, *_place(out), *weights.place, heads, length, count, rows, thread_blocks, chunks
     )
     plan.run({"score_tiles": (programs * chunks, WARP * attend.SCORE_WARPS, plan.score_bytes)}, arguments)

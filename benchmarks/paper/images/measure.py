@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 
 from benchmarks.harness.rows import ResultTable
-from benchmarks.image_sets import ImageSet
+from benchmarks.images import ImageSet
+from benchmarks.paper.images.model import channel_scale
 from benchmarks.paper.images.training import DAMAGES, Setup, Training, accuracy, build, speeds
-from examples.vision.batches import channel_scale
 
 ATTENTIONS = ("dot", "adaptive", "kernel", "sparse")
 BLOCKS = ("adaptive:blocks=4", "adaptive:blocks=8")

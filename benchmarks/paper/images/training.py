@@ -11,17 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import ahop_layers as ah
-from benchmarks.image_sets import ImageSet
+from benchmarks.images import ImageSet
 from benchmarks.paper.images.attentions import Attention
+from benchmarks.paper.images.model import MODELS, VisionTransformer, as_floats, augment
 from benchmarks.paper.kernel_similarity import KernelSimilarity, separation_loss
 from benchmarks.paper.retrieval.systems import ReferenceSimilarity
 from benchmarks.paper.similarities import DotProduct
-from examples.vision.batches import as_floats, augment
-from examples.vision.model import MODELS as EXAMPLE_MODELS
-from examples.vision.model import VisionTransformer
 
-MODELS = {**EXAMPLE_MODELS, "paper": {"depth": 3, "width": 512, "heads": 4, "dropout": 0.3}}
-"""The models of the example, and the model of the paper's experiment."""
 BASELINES: dict[str, dict[str, Any]] = {
     "kernel": {"similarity": KernelSimilarity, "separation": "entmax15"},
     "sparse": {"similarity": DotProduct, "separation": "sparsemax"},

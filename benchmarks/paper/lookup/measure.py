@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.variants import Level, Replaced, Variant
+from ahop_layers.memory.variants import Level, Replaced, Variant
 from benchmarks.bag_sets import BagSet, bags_of_digits, damage_bags
 from benchmarks.bags import auc
 from benchmarks.damages import Occluded
+from benchmarks.paper.bag_classifier import BagClassifier, HopfieldPool, embed_digits
 from benchmarks.paper.lookup.networks import FACE_NETWORKS, FaceClassifier, first_layer, optimize, train_faces
-from examples.bags.model import BagClassifier, HopfieldPool, embed_digits
 
 FACES = Path("faces") / "yale_b.npz"
 DIGITS = tuple(Path("mnist") / f"train-{name}-ubyte.gz" for name in ("images-idx3", "labels-idx1"))

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 import ahop_layers as ah
-from ahop_layers.variants import Variant
+from ahop_layers.memory.variants import Variant
+from benchmarks.paper.lookup.layer import Lookup
 from benchmarks.paper.training import folded_weights, warmup_cosine
-from examples.common.lookup import Lookup
 
 FACE_NETWORKS = ("none", "cnn", "lookup, not trained", "lookup", "lookup and cnn")
 WEIGHT_RATE = 0.03
@@ -66,7 +66,7 @@ def convolutions(side: int) -> nn.Module:
 def first_layer(name: str, stored: Tensor) -> nn.Module:
     """Returns the layer of a name of BAG_NETWORKS: it maps damaged to restored digits ``(n, 784)``."""
     if name.startswith("lookup"):
-        return Lookup(stored, keep=1.0, blocks=[None, ah.patches(28, 28, 2)])
+        return Lookup(stored, keep=1.0, blocks=ah.patches(28, 28, 2))
     if name == "none":
         return nn.Identity()
     return nn.Sequential(

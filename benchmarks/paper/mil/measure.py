@@ -18,6 +18,7 @@ from benchmarks.bag_sets import BagSet
 from benchmarks.bags import DATA_SETS, auc
 from benchmarks.harness.command import explain_missing_data
 from benchmarks.harness.rows import ResultTable, Row
+from benchmarks.paper.bag_classifier import BagClassifier
 from benchmarks.paper.mil.training import (
     INNER_FOLDS,
     VARIANTS,
@@ -28,7 +29,6 @@ from benchmarks.paper.mil.training import (
     settings,
     train,
 )
-from examples.bags.model import BagClassifier
 
 DATA = ("tiger", "fox", "elephant", "ucsb")
 POOLINGS = ("dot", "sparse", "kernel", "adaptive", "adaptive x10", "gated", "uniform")

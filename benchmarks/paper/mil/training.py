@@ -9,14 +9,14 @@ from sklearn.model_selection import StratifiedKFold
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool1d, binary_cross_entropy_with_logits
 
+from ahop_layers.memory.variants import Mixed, Noisy, Variant
 from ahop_layers.training import parameter_groups
-from ahop_layers.variants import Mixed, Noisy, Variant
 from benchmarks.bag_sets import BagSet
 from benchmarks.bags import auc
+from benchmarks.paper.bag_classifier import BagClassifier, GatedPool, HopfieldPool
 from benchmarks.paper.kernel_similarity import KernelSimilarity, separation_loss
 from benchmarks.paper.similarities import Constant, DotProduct
 from benchmarks.paper.training import folded_weights
-from examples.bags.model import BagClassifier, GatedPool, HopfieldPool
 
 INNER_FOLDS = 3
 VARIANTS: dict[str, Variant] = {

@@ -1,7 +1,7 @@
 """Accuracy of memories on damaged queries, and the accuracy of the best possible memory.
 
-The distribution of :class:`~ahop_layers.variants.Mixed` is known, and with it the likelihood of each pattern. The
-accuracy of the most likely pattern is the *Bayes limit*, an upper bound for every memory.
+The distribution of :class:`~ahop_layers.memory.variants.Mixed` is known, and with it the likelihood of each pattern.
+The accuracy of the most likely pattern is the *Bayes limit*, an upper bound for every memory.
 """
 
 import math
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ahop_layers.association import negative_distance
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.memory import AssociativeMemory
+from ahop_layers.memory.variants import Mixed
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.variants import Mixed
+from ahop_layers.similarity.fixed import negative_distance
 from benchmarks.paper.networks import Network
 
 Memory = AssociativeMemory | Network

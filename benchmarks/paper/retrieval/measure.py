@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ahop_layers.variants import Mixed
+from ahop_layers.memory.variants import Mixed
 from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.paper.networks import NETWORKS, Network
 from benchmarks.paper.retrieval import report

@@ -16,7 +16,7 @@ from itertools import groupby, product
 import torch
 from tqdm import tqdm
 
-from ahop_layers.variants import Mixed
+from ahop_layers.memory.variants import Mixed
 from benchmarks.harness.rows import ResultTable
 from benchmarks.paper.figures import MULTIMODAL
 from benchmarks.paper.retrieval.accuracy import Memory, nearest_to_readout

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.memory.memory import AssociativeMemory
+from ahop_layers.memory.variants import Mixed
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.variants import Mixed
 from benchmarks.harness.command import default_data_dir
 from benchmarks.paper.networks import NETWORKS, Network
 from benchmarks.paper.retrieval.accuracy import Memory

@@ -141,7 +141,6 @@ MODELS = {
     "A-Hop": _memory("adaptive"),
     "A-Hop, both bases": _memory("adaptive", bases=("dis", "dot")),
     "A-Hop, feature blocks": _memory("adaptive", bases=("dis", "dot"), embedding_dim=None, blocks="feature"),
-    "A-Hop, resolutions": _memory("adaptive", bases=("dis", "dot"), embedding_dim=16, blocks=[None, 4]),
     "adaptive memory": Model(_projection, {"n_cases": [1024, 2048, 4096], "linear": [True, False]}, {"n_cases": 64}),
     "Extra Trees": _forest(ExtraTreesClassifier),
     "Random Forest": _forest(RandomForestClassifier),

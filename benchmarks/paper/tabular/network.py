@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ahop_layers.association import dot_product
 from ahop_layers.errors import AHopError
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.fixed import dot_product
 from ahop_layers.tabular.rows import CHUNK
 from benchmarks.paper.kernel_similarity import KernelModulation
 

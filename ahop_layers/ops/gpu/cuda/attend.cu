@@ -18,7 +18,7 @@ struct Forward {
     Weights weights;
     const u32* seed;
     float* log_sum;
-    int heads, group, length, count, blocks;
+    int heads, group, length, count, thread_blocks;
     u32 threshold;
     float factor, scaling;
 };
@@ -47,11 +47,13 @@ DEVICE void score_tile(float (&scores)[PARTS][4], const u32 (&queries)[CHUNKS + 
 KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forward p) {
     SHARED_MEMORY(shared);
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
-    const int index = blockIdx.x / p.blocks, n = index / p.heads, h = index % p.heads;
-    const int block = CAUSAL ? p.blocks - 1 - blockIdx.x % p.blocks : blockIdx.x % p.blocks;  // the longest first
+    const int index = blockIdx.x / p.thread_blocks, n = index / p.heads, h = index % p.heads;
+    const int place = blockIdx.x % p.thread_blocks;
+    const int block = CAUSAL ? p.thread_blocks - 1 - place : place;  // the longest first
     const Lane lane;
     const char *key = p.key.at(n, h / p.group), *value = p.value.at(n, h / p.group);
-    const int own_queries = warps * ROWS, step = p.blocks * own_queries;  // queries of this and of all blocks in a round
+    // The queries of this thread block, and of all thread blocks in a round.
+    const int own_queries = warps * ROWS, step = p.thread_blocks * own_queries;
     const int rounds = AREAS > 1 ? 1 : (p.length - block * own_queries + step - 1) / step;
     const int end = block * own_queries + (rounds - 1) * step + own_queries;  // of the queries of this block
     const int last = CAUSAL ? min(p.count, end) : p.count;                    // later keys are masked

@@ -12,7 +12,7 @@
 constexpr int SUMS = CHUNKS + DIS, SUM_BYTES = 512;  // of a tile: matrices of 16 x 8 numbers, 16 bytes for each lane
 constexpr u32 MINUS_ZEROS = 0x80008000;              // changes no sum
 constexpr int WARPS = THREADS / 32;
-constexpr int PARTS = BASES * N + 1;                 // gradients of the weights, and the sum of those of the scores
+constexpr int PARTS = BASES * N + 1;                 // gradients of the weights, and the sum of score gradients
 constexpr int VISITS = 2 * WARPS;                    // barriers of a tile, which its visitors use in turns
 constexpr int DELAY = 2;                             // steps from the last visit of a tile until it is stored
 // Shared memory holds own tiles (keys, values, norms), and tiles of queries (queries, gradients, norms, statistics,
@@ -29,8 +29,8 @@ struct Backward {
     const u32* seed;
     const float* log_sum;
     float2* statistics;   // (N * H, padded): logarithm of the sum in base 2, and product of readout and gradient
-    float4* query_sums;   // (N * H, tiles, CHUNKS, 32): what earlier blocks added, if there are several
-    u32* turns;           // the number of blocks that started, then (N * H, tiles): that of blocks that added
+    float4* query_sums;   // (N * H, tiles, CHUNKS, 32): what earlier thread blocks added, if there are several
+    u32* turns;           // the numbers of thread blocks that started, and (N * H, tiles) that added
     float* weight_parts;  // (N * H, tiles of keys, PARTS)
     float *weight_grad, *beta_grad;  // (H, BASES, N), (H, BASES)
     int batch, heads, group, length, count;
@@ -98,7 +98,7 @@ DEVICE void subtract_rows(float (&chunks)[CHUNKS][4], const float (&sums)[4], co
     }
 }
 
-// What a warp keeps: its keys and values, their gradients and those of the weights.
+// What a warp keeps: its keys and values, their gradients and the gradients of the weights.
 struct OwnKeys {
     Lane lane;
     Pairs pairs;
@@ -334,7 +334,7 @@ struct OwnKeys {
     }
 };
 
-// Adds the gradient of a tile of queries to that of earlier blocks. Returns whether this block is the last one.
+// Adds the gradient of a tile of queries to the sum of earlier thread blocks. Returns whether this one is the last.
 DEVICE bool add_in_turn(float (&chunks)[CHUNKS][4], float4* place, u32* turn, u32 mine, u32 last, Lane lane) {
     if (mine) {
         if (lane.index == 0)
@@ -355,7 +355,7 @@ DEVICE bool add_in_turn(float (&chunks)[CHUNKS][4], float4* place, u32* turn, u3
     return false;
 }
 
-// The tiles that pass through the ring: those of all queries of an item, then those of the next item.
+// The tiles that pass through the ring: all queries of an item, then all of the next item.
 struct Ring {
     const Backward& p;
     char* places;
@@ -405,7 +405,7 @@ struct Ring {
     }
 };
 
-// Stores the gradient of a tile of queries, or adds it to what other blocks still add to.
+// Stores the gradient of a tile of queries, or adds it to what other thread blocks still add to.
 DEVICE void store_queries(const Backward& p, char* tile, int index, int first, int mine, int last, Lane lane) {
     const char* const sums = tile + TILE_SUMS + 16 * lane.index;
     float query_grad[CHUNKS][4];
@@ -428,7 +428,7 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
     SHARED_MEMORY(shared);
     const int warp = threadIdx.x / 32;
     char* const own_tile = shared + 16 + warp * OWN_BYTES;
-    // Blocks work in the order in which they start: one that waits for its turn waits for blocks that run.
+    // Thread blocks work in the order in which they start: one that waits for its turn waits for others that run.
     if (threadIdx.x == 0) *(u32*)shared = add_atomically(p.turns, 1);
     sync_block();
     const Ring ring(p, shared + 16 + WARPS * OWN_BYTES, *(const u32*)shared);

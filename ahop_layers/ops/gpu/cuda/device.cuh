@@ -65,7 +65,7 @@ DEVICE u32 select_bytes(u32 low, u32 high, u32 selector) {
     return r;
 }
 
-// The sign of `low` in all bits of the low half of a word, and that of `high` in those of the high half.
+// The sign of `low` in all bits of the low half of a word, and the sign of `high` in the high half.
 DEVICE u32 sign_masks(float low, float high) {
     u32 r;
     asm("prmt.b32 %0, %1, %2, 0xffbb;" : "=r"(r) : "r"(float_bits(low)), "r"(float_bits(high)));
@@ -117,7 +117,7 @@ DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) 
 // Copies a line of memory to the cache of all multiprocessors.
 DEVICE void prefetch(const char* place) { asm volatile("prefetch.global.L2 [%0];" :: "l"(place)); }
 
-// Two words of memory that blocks pass to each other.
+// Two words of memory that thread blocks pass to each other.
 DEVICE u32 load_acquire(const u32* place) {
     u32 r;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(place) : "memory");

@@ -139,7 +139,7 @@ DEVICE void compute_similarities(T (&values)[CHUNK], int kind, const float (&que
     }
 }
 
-// Values to be sorted. `order` gives a the larger one, and `of_lanes` chooses among those of two lanes. Here, a NaN
+// Values to be sorted. `order` gives a the larger one, and `of_lanes` chooses among values of two lanes. Here, a NaN
 // reaches both results.
 struct Value {
     float x;
@@ -196,8 +196,8 @@ DEVICE void sort_group(T (&x)[CHUNK], int lane) {
     }
 }
 
-// Whether the weights of every base are constant in all lanes of the warp, as those of a dot product are: no order
-// matters then. `weight` is that of a head; sets the constants.
+// Whether the weights of every base are constant in all lanes of the warp, as in a dot product: no order
+// matters then. `weight` belongs to a head; sets the constants.
 DEVICE bool find_flat(float (&constants)[BASES], const float* weight, Lane lane) {
     bool flat = MAY_BE_FLAT;
 #pragma unroll

@@ -155,7 +155,7 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreCall p) {
     const int tiles = min(p.span, (p.count + KEYS - 1) / KEYS - first_tile), rows = min(p.rows, p.length - start);
     const float* weight = p.folded + h * FOLDED;
     float* const ranked = (float*)shared + warp * BASES * PLACES;  // weights at the ranks of all blocks
-    float* const own_ranked = ranked + lane.index - lane.member;   // those of this group
+    float* const own_ranked = ranked + lane.index - lane.member;   // of this group
     float* const rows_grad = p.query_parts + ((i64)(strip * all_heads + head) * p.length + start) * DIMS;
     float constants[BASES], weight_grad[BASES][CHUNK] = {};
     const bool flat = find_flat(constants, weight, lane);

@@ -9,15 +9,16 @@ struct TileScore {
     Tensor query, key, out;
     i64 out_key;  // a further stride
     Weights weights;
-    int heads, length, count, rows, blocks, chunks;  // `rows` keys in each of `chunks`, and blocks of queries
+    int heads, length, count, rows, thread_blocks, chunks;  // `rows` keys in a chunk, thread blocks of queries
 };
 
 KERNEL void __launch_bounds__(THREADS) score_tiles(const TileScore p) {
     SHARED_MEMORY(shared);
     const Lane lane;
-    const int warp = threadIdx.x / 32, head = blockIdx.x / p.blocks / p.chunks, n = head / p.heads, h = head % p.heads;
-    const int block = blockIdx.x % p.blocks * KEYS, first = block + warp * ROWS;
-    const int begin = blockIdx.x / p.blocks % p.chunks * p.rows, end = min(p.count, begin + p.rows);
+    const int warp = threadIdx.x / 32, head = blockIdx.x / p.thread_blocks / p.chunks;
+    const int n = head / p.heads, h = head % p.heads;
+    const int block = blockIdx.x % p.thread_blocks * KEYS, first = block + warp * ROWS;
+    const int begin = blockIdx.x / p.thread_blocks % p.chunks * p.rows, end = min(p.count, begin + p.rows);
 
     auto copy_keys = [&](int start, int area) {
         if (start < end)

@@ -50,7 +50,7 @@ struct Sorter {
         a = larger;
     }
 
-    // Changes weights by rank into those of weighted_sum: of a last comparator, half the sum and half the difference.
+    // Changes weights by rank for weighted_sum: of a last comparator, half the sum and half the difference.
     static DEVICE void halve(float (&u)[N]) {
 #pragma unroll
         for (int i = 0; i < NETWORK.COUNT; ++i)
@@ -111,7 +111,7 @@ struct RankedWeights {
     // Changes sums of values that `sort` left into sums of sorted values.
     static DEVICE void undo(float (&)[N]) {}
 
-    // Looks up the weights of two pairs: those of a block are in one word.
+    // Looks up the weights of two pairs: the weights of a block are in one word.
     DEVICE void look_up(Order first, Order second, u32 (&weights)[N]) const {
         constexpr u32 EVEN = 0x0f0f0f0f;
         const u32 merged[2] = {(first & EVEN) | (second << 4 & ~EVEN), (first >> 4 & EVEN) | (second & ~EVEN)};
@@ -127,7 +127,7 @@ struct RankedWeights {
     }
 };
 
-// The bits of `set` where the mask is set, else those of `clear`.
+// The bits of `set` where the mask is set, else the bits of `clear`.
 DEVICE u32 choose(u32 mask, u32 set, u32 clear) { return (mask & set) | (~mask & clear); }
 
 // Two blocks need no sort: it leaves their sum and the size of their difference, whose sign is the order.

@@ -18,7 +18,7 @@ constexpr int MASK = AHOP_MASK;                              // see below
 constexpr bool CAUSAL = AHOP_CAUSAL, DROPOUT = AHOP_DROPOUT;
 constexpr bool SCORES = AHOP_SCORES;                         // scores alone, without attention
 constexpr bool HALF_SCORES = SCORES && MASK != 2;            // whether they are not float32
-constexpr int THREADS = AHOP_THREADS, BLOCKS_PER_SM = AHOP_BLOCKS_PER_SM;  // at most, and at least
+constexpr int THREADS = AHOP_THREADS, BLOCKS_PER_SM = AHOP_THREAD_BLOCKS_PER_SM;  // at most, and at least
 
 constexpr int ROWS = 16, DIM = N * SIZE, BASES = DOT + DIS, CHUNKS = DIM / 8, WIDTH_CHUNKS = WIDTH / 8;
 enum { NO_MASK, BLOCKED, ADDED_FLOAT, ADDED_HALF, ADDED_BFLOAT };
@@ -74,7 +74,7 @@ DEVICE void store_norm(char* norms, const char* data, int rows, int item) {
     *(float4*)(norms + 16 * item) = OWN ? make_float4(upper, rest, 1, 1) : make_float4(1, 1, upper, rest);
 }
 
-// Stores the norms of rows, by default those of a tile by one warp; of all rows, the first ones are `filled`.
+// Stores the norms of rows, by default of a tile by one warp; of all rows, the first ones are `filled`.
 template <bool OWN>
 DEVICE void store_norms(char* norms, const char* data, int thread, int threads = 32, int rows = ROWS,
                         int filled = 1 << 30) {
@@ -165,7 +165,7 @@ struct Similarities {
         if constexpr (B + 1 < N) block<B + 1>(own, streamed, own_norms, streamed_norms, rows);
     }
 
-    // `address` and `streamed_norms` are those of this lane, for the first of 8 among `rows` streamed rows.
+    // `address` and `streamed_norms` belong to this lane, for the first of 8 among `rows` streamed rows.
     DEVICE void compute(const u32 (&own)[CHUNKS + CHUNKS % 2][2], u32 address, const u32 (&own_norms)[N][2],
                         const char* streamed_norms, int rows) {
         u32 streamed[(DIM + 31) / 32 * 4];

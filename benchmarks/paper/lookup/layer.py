@@ -5,15 +5,26 @@ have low similarities, which are sorted to the end of the footprint, where the i
 therefore robust before anything is trained. Training adapts its weights and its inverse temperature to the damage.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 import ahop_layers as ah
-from ahop_layers.similarity.blocks import Blocks, resolutions
 
 SHARPNESS = 12.0  # initial inverse temperature, for scores with a standard deviation of about 1
+
+
+class SumOfScores(nn.Module):
+    """Adds the scores of several similarities, such as of single pixels and of patches."""
+
+    def __init__(self, parts: Iterable[ah.AdaptiveSimilarity]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        """Scores ``query (..., L, d)`` against ``key (..., S, d)``: ``(..., L, S)``."""
+        return torch.stack([part(query, key) for part in self.parts]).sum(0)
 
 
 class Lookup(nn.Module):
@@ -24,12 +35,12 @@ class Lookup(nn.Module):
         stored: Tensor,  # (N, d), kept as a parameter without gradient
         values: Tensor | None = None,  # (N, v), what is read, such as labels; None for the stored instances
         keep: float = 0.5,  # fraction of the blocks that counts initially: the most similar ones
-        blocks: object = None,  # as in ah.AdaptiveSimilarity; all resolutions have equal shares of the initial scores
+        blocks: Sequence[object] = (None,),  # of each similarity; all have equal shares of the initial scores
         bases: Sequence[str] = ("l1",),  # initially, normalized blocks use "dot" if it is given, others the first one
     ) -> None:
         super().__init__()
-        values, entries = stored if values is None else values, resolutions(blocks)
-        init = [_initial_weight(stored, keep, entry, bases) / len(entries) for entry in entries]
+        values = stored if values is None else values
+        parts = [initial_similarity(stored, keep, each, bases, 1 / len(blocks)) for each in blocks]
         static = [f"{name}_as_static" for name in ("stored_pattern", "state_pattern", "pattern_projection")]
         norms = [f"normalize_{name.removesuffix('_as_static')}" for name in static]
         self.layer = ah.AdaptiveHopfieldLayer(
@@ -43,19 +54,11 @@ class Lookup(nn.Module):
             scaling=nn.Parameter(torch.tensor(SHARPNESS)),
             quantity=len(stored),
             trainable=False,
-            bases=bases,
-            init=init,
-            blocks=blocks,
+            similarity=SumOfScores(parts),
         ).to(stored)
-        self.similarity.fix_norms_(stored)
         with torch.no_grad():
             self.layer.lookup_weights.copy_(stored[None])
             self.layer.target_weights.copy_(values[None])
-
-    @property
-    def similarity(self) -> ah.AdaptiveSimilarity:
-        """The similarity of the layer."""
-        return self.layer.hopfield.association_core.similarity
 
     def forward(self, instances: Tensor, without: Tensor | None = None) -> Tensor:
         """Reads a value for each of ``instances (n, d)``: ``(n, v)``. The stored ``without (n,)`` are left out."""
@@ -66,12 +69,18 @@ class Lookup(nn.Module):
 
 
 @torch.no_grad()
-def _initial_weight(stored: Tensor, keep: float, entry: Blocks, bases: Sequence[str]) -> Tensor:
-    """Returns the weights ``(1, n_bases, n)`` of one resolution, for scores of standard deviation 1."""
-    base = "dot" if entry.normalize and "dot" in bases else bases[0]
-    n = entry.count(stored.shape[1])
-    weight = torch.zeros(1, len(bases), n)  # entry k of a footprint is the sum of the k most similar blocks
+def initial_similarity(
+    stored: Tensor, keep: float, blocks: object, bases: Sequence[str], size: float
+) -> ah.AdaptiveSimilarity:
+    """Returns a similarity by the most similar blocks, with scores of standard deviation ``size``."""
+    base = "dot" if getattr(blocks, "normalize", False) and "dot" in bases else bases[0]
+
+    def similarity(init: object) -> ah.AdaptiveSimilarity:
+        made = ah.AdaptiveSimilarity(stored.shape[1], 1, bases=bases, init=init, blocks=blocks).to(stored)
+        return made.fix_scales_(stored)
+
+    weight = torch.zeros_like(similarity("uniform").w, device="cpu")  # (1, n_bases, n)
+    n = weight.shape[-1]  # entry k of a footprint is the sum of the k most similar blocks
     weight[0, list(bases).index(base), max(1, round(keep * n)) - 1] = 1.0
-    probe = ah.AdaptiveSimilarity(stored.shape[1], bases=bases, init=weight[0], blocks=entry).to(stored)
-    scores = probe.fix_norms_(stored)(stored[:: max(1, len(stored) // 64)], stored)
-    return weight / scores.std(-1).mean().clamp(min=torch.finfo(scores.dtype).tiny).cpu()
+    scores = similarity(weight)(stored[None, :: max(1, len(stored) // 64)], stored[None])
+    return similarity(weight * size / scores.std(-1).mean().clamp(min=torch.finfo(scores.dtype).tiny).cpu())

@@ -1,19 +1,15 @@
-"""A bag classifier: embeds every instance, pools the instances of a bag to one vector, and applies a linear layer.
+"""The bag classifier of the bag benchmarks: embeds every instance, pools a bag to one vector, applies a linear layer.
 
 Bags are concatenated, without padding. Every pooling maps ``instances (total, width)`` and the sizes of the bags to
 ``pooled (bags, width)`` and the ``weights (total,)`` of the instances.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 from einops import rearrange
-from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
 import ahop_layers as ah
-from ahop_layers.errors import check_choice
 from ahop_layers.packed import Bags
 from ahop_layers.separation import Separation
 
@@ -48,32 +44,6 @@ class GatedPool(nn.Module):
         return rearrange(pooled, "n 1 1 d -> n d"), weights.flatten()
 
 
-class MeanPool(nn.Module):
-    """Pools by the mean; zeros for an empty bag."""
-
-    def forward(self, instances: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-        """Returns the pooled bags and the weights of the instances."""
-        bags = Bags(sizes, instances.device)
-        weights = (1 / bags.sizes)[bags.bag]
-        return bags.sum(instances * weights[:, None]), weights
-
-
-POOLINGS = ("adaptive", "dot", "gated", "mean")  # gated attention: Ilse et al., 2018
-
-
-def make_pooling(name: str, width: int, heads: int, head_width: int, scaling: float, dropout: float) -> nn.Module:
-    """Returns a pooling by its name."""
-    check_choice("pooling", name, POOLINGS)
-    if name == "gated":
-        return GatedPool(width, head_width, dropout)
-    if name == "mean":
-        return MeanPool()
-    pool = HopfieldPool(width, heads, head_width, scaling=scaling, dropout=dropout)
-    for parameter in ah.similarity_parameters(pool) if name == "dot" else ():
-        parameter.requires_grad_(False)  # a similarity is initialized to the dot product
-    return pool
-
-
 class BagClassifier(nn.Module):
     """Embeds instances, pools bags, and classifies them.
 
@@ -96,32 +66,9 @@ class BagClassifier(nn.Module):
         return self.head(pooled).squeeze(-1), weights
 
 
-class Standardize(nn.Module):
-    """Standardizes features and clips them at four standard deviations; a constant feature becomes zero."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(features))
-        self.register_buffer("scale", torch.ones(features))
-
-    def fit(self, bags: Iterable[Tensor]) -> None:
-        """Computes mean and standard deviation of the features, one bag at a time."""
-        scaler = StandardScaler()
-        for bag in bags:
-            if len(bag):
-                scaler.partial_fit(bag.double())
-        self.mean.copy_(torch.from_numpy(scaler.mean_))
-        self.scale.copy_(torch.from_numpy(scaler.scale_))
-
-    def forward(self, instances: Tensor) -> Tensor:
-        """Standardizes ``instances (total, features)``."""
-        return ((instances - self.mean) / self.scale).clamp(-4, 4)
-
-
-def embed_digits(width: int, side: int = 28) -> nn.Module:
-    """Returns a small convolutional network for images of 28 x 28 or 8 x 8 pixels, given as rows."""
-    kernel, stride = (5, 2) if side == 28 else (3, 1)
+def embed_digits(width: int) -> nn.Module:
+    """Returns a small convolutional network for images of 28 x 28 pixels, given as rows."""
     return nn.Sequential(
-        nn.Unflatten(1, (1, side, side)), nn.Conv2d(1, 8, kernel, stride), nn.ReLU(), nn.Conv2d(8, 16, kernel, stride),
-        nn.ReLU(), nn.Flatten(), nn.Linear(16 * 16, width), nn.ReLU(),
+        nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 8, 5, 2), nn.ReLU(), nn.Conv2d(8, 16, 5, 2), nn.ReLU(), nn.Flatten(),
+        nn.Linear(16 * 16, width), nn.ReLU(),
     )  # fmt: skip

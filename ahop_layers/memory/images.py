@@ -59,6 +59,7 @@ class ImageSimilarity(nn.Module):
     tensor(0)
     """
 
+    allows_missing = True
     dark: Tensor
 
     def __init__(
@@ -130,10 +131,10 @@ class ImageSimilarity(nn.Module):
         return [part for part in parts if part is not None]
 
     def sources(self) -> list[Tensor]:
-        """Returns the tensors by which :meth:`arrange` makes the views of images: an index for each, and the scale."""
+        """Returns the tensors that :meth:`prepare` depends on: an index for each view, and the scale."""
         return [*self._indices(), self.dark]
 
-    def arrange(self, key: Tensor) -> list[Tensor]:
+    def prepare(self, key: Tensor) -> list[Tensor]:
         """Returns the views of keys, which a memory keeps."""
         return self.views(key)
 
@@ -158,40 +159,48 @@ class ImageSimilarity(nn.Module):
         total = first.abs() + second.abs() + 2 * self.dark.to(rows.dtype)
         return (second - first) / torch.where(total > 0, total, 1.0)
 
-    def spread(self, shares: Sequence[Tensor]) -> Tensor:
-        """Returns the sum over views of what their values add to a score, for each pixel: ``(..., d)``.
+    def is_solvable(self) -> bool:
+        """Returns True: the score is linear in the weights of the views."""
+        return True
 
-        Args:
-            shares: what each value of each view adds, in the order of :meth:`views`. That of a contrast is divided
-                equally between its two pixels.
+    @torch.no_grad()
+    def explain(self, query: Tensor, key: Tensor) -> Tensor:
+        """Returns what each pixel adds to the score of ``query (L, d)`` and ``key (L, d)``: ``(L, d)``.
+
+        What a contrast adds is divided equally between its two pixels.
         """
-        total = torch.zeros_like(shares[0])
-        for index, share in zip(self._indices(), shares, strict=True):
+        shifted, source = query, None
+        if self.shifts:
+            missing = bool((query.isnan() | key.isnan()).any())
+            shifted, source = self._aligned(query[:, None], key[:, None], missing)
+        total = torch.zeros_like(query)
+        views = zip(self.parts(), self._indices(), self.views(shifted), self.views(key), strict=True)
+        for part, index, own, other in views:
             for places in index:
-                total = total.index_add(-1, places, share / len(index))
-        return total
+                total = total.index_add(-1, places, part.explain(own, other) / len(index))
+        return total if source is None else torch.zeros_like(total).scatter_add(1, source, total)
 
     def forward(
-        self, query: Tensor, key: Tensor, arranged: Sequence[Tensor] | None = None, missing: bool = False
+        self, query: Tensor, key: Tensor, missing: bool = False, prepared: Sequence[Tensor] | None = None
     ) -> Tensor:
         """Computes the scores ``(..., L, S)`` of images ``query (..., L, d)`` and ``key (..., S, d)``.
 
-        NaN is an unknown value if ``missing`` is True. A pair without a known pixel has the score -inf. ``arranged``
+        NaN is an unknown value if ``missing`` is True. A pair without a known pixel has the score -inf. ``prepared``
         are the :meth:`views` of the keys, if they are known already.
         """
-        keys = self.views(key) if arranged is None else arranged
+        keys = self.views(key) if prepared is None else prepared
         return reduce(torch.maximum, self._score_shifts(query, keys, missing).values())
 
-    def aligned(self, query: Tensor, key: Tensor, missing: bool) -> tuple[Tensor, Tensor]:
+    def _aligned(self, query: Tensor, key: Tensor, missing: bool) -> tuple[Tensor, Tensor]:
         """Shifts each ``query (L, 1, d)`` as it agrees best with its ``key (L, 1, d)``.
 
-        Returns the shifted queries, and the pixel that each of their values comes from ``(L, d)``.
+        Returns the shifted queries ``(L, d)``, and the pixel that each of their values comes from ``(L, d)``.
         """
         scores = self._score_shifts(query, self.views(key), missing)
         places = torch.arange(self.dim, device=query.device)
         sources = torch.stack([self._shifted(places, *offset) for offset in scores])
         source = sources[torch.stack(list(scores.values())).argmax(0).flatten()]
-        return query.gather(-1, source[:, None]), source
+        return query.squeeze(1).gather(-1, source), source
 
     def _score_shifts(self, query: Tensor, keys: Sequence[Tensor], missing: bool) -> dict[tuple[int, int], Tensor]:
         """Scores the query shifted by each offset in rows and columns."""
@@ -215,8 +224,8 @@ class ImageSimilarity(nn.Module):
         return images.index_select(-2, above).index_select(-1, left).flatten(-3)
 
     @torch.no_grad()
-    def fix_norms_(self, key: Tensor) -> "ImageSimilarity":
-        """Takes over the scales of images ``key (..., S, d)``: the brightness, and the norms of patches.
+    def fix_scales_(self, key: Tensor) -> "ImageSimilarity":
+        """Takes over the scales of images ``key (..., S, d)``: brightness, norms of patches, widths of bases.
 
         Scales that are set already stay.
         """
@@ -224,14 +233,7 @@ class ImageSimilarity(nn.Module):
             pixels = key.to(accumulation_dtype(key.dtype))
             self.dark.copy_(DARK * pixels.square().nanmean().sqrt().nan_to_num(0.0))
         for part, view in zip(self.parts(), self.views(key), strict=True):
-            part.fix_norms_(view)
-        return self
-
-    @torch.no_grad()
-    def fix_widths_(self, key: Tensor) -> "ImageSimilarity":
-        """Sets the widths of saturating bases from the differences of images ``key (..., S, d)``, once."""
-        for part, view in zip(self.parts(), self.views(key), strict=True):
-            part.fix_widths_(view)
+            part.fix_scales_(view)
         return self
 
     def extra_repr(self) -> str:
@@ -255,7 +257,3 @@ def _patches(places: Tensor, size: int) -> Tensor:
     step = max(1, size // 2)
     found = places.unfold(1, size, step).unfold(2, size, step)
     return found.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
-
-
-Learnable = AdaptiveSimilarity | ImageSimilarity
-"""A similarity whose weights :mod:`ahop_layers.learning.solve` solves for."""

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from ahop_layers.ops.operators import score_pairs
-from ahop_layers.ops.reference import block_sums, pair_values
+from ahop_layers.ops.reference import block_sums, known_blocks, pair_values
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
-from ahop_layers.similarity.images import Learnable
+from ahop_layers.similarity.protocol import Solvable
 
 BINS = 14
 """Number of rank bins from the largest similarity on."""
@@ -129,17 +129,21 @@ def features(
 
 @torch.no_grad()
 def block_features(
-    query: Tensor, patterns: Tensor, candidates: Tensor, similarity: Learnable, edges: list[list[int]]
+    query: Tensor, patterns: Tensor, candidates: Tensor, similarity: Solvable, edges: list[list[int]]
 ) -> Tensor:
-    """As :func:`features`, for a similarity: those of the bases of the first resolution are the first.
+    """As :func:`features`, for a similarity: the features of the bases of its first part are the first.
 
-    ``edges`` are those of each resolution of each part. The features of a pair without a common known block are NaN.
+    ``edges`` are the edges of each part. The features of a pair without a common known block are NaN.
     """
-    columns, rest = [], iter(edges)
-    for part, own, keys in zip(similarity.parts(), similarity.views(query), similarity.views(patterns), strict=True):
+    columns = []
+    views = zip(similarity.parts(), similarity.views(query), similarity.views(patterns), edges, strict=True)
+    for part, own, keys, ends in views:
         missing = bool(own.isnan().any() or keys.isnan().any())
-        for resolution in range(len(part.blocks)):
-            columns.append(_part_features(own, keys, candidates, part, resolution, next(rest), missing))
+        found = _part_features(own, keys, candidates, part, ends, missing and not part.blocks.normalize)
+        if missing:
+            common = (~own.isnan()).to(found) @ (~keys.isnan()).to(found).mT
+            found = found.masked_fill((common.gather(1, candidates) == 0)[..., None], torch.nan)
+        columns.append(found)
     return torch.cat(columns, -1)
 
 
@@ -148,31 +152,26 @@ def _part_features(
     patterns: Tensor,
     candidates: Tensor,
     part: AdaptiveSimilarity,
-    resolution: int,
     edges: list[int],
     missing: bool,
 ) -> Tensor:
-    """Returns the features of one resolution of a similarity."""
+    """Returns the features of one part of a similarity; NaN is an unknown value if ``missing``."""
     widths = [1.0] * len(part.bases) if part.widths is None else part.widths.tolist()
     monotone = all(base in ("l1", "dis", "dot") or not isinstance(base, str) for base in part.bases)
-    if monotone and part.blocks[resolution].assignment is None and part.bias is part.units is None:
-        found = features(query, patterns, candidates, part.bases, widths, edges)
-        if missing:
-            common = (~query.isnan()).to(found) @ (~patterns.isnan()).to(found).mT
-            found = found.masked_fill((common.gather(1, candidates) == 0)[..., None], torch.nan)
-        return found
+    if monotone and part.blocks.assignment is None and part.bias is part.units is None:
+        return features(query, patterns, candidates, part.bases, widths, edges)
     rows, pool = [], pools(edges).to(query)
+    # Once, not once for each pair.
+    query, patterns, numbers = part.compared(query, patterns, missing or part.blocks.normalize)
     if missing:
         for some, key in pairs(query, patterns, candidates):
-            columns = []
-            for base in part.bases:
-                values = part.block_similarities(some[:, None], key, base, resolution).squeeze(1)
-                known = edges[-1] - values.isnan().sum(-1)
-                pooled = _pooled(-_sort_(-values), known, pool, edges)
-                columns.append(pooled.masked_fill((known == 0)[..., None], torch.nan))
+            similarities, present = known_blocks(some[:, None], key, part.names, edges[-1], numbers, part.widths)
+            known, columns = present.sum(-1).squeeze(1), []
+            for each in similarities:
+                ordered = -_sort_(-each.masked_fill(~present, torch.nan).squeeze(1))
+                columns.append(_pooled(ordered, known, pool, edges))
             rows.append(torch.cat(columns, -1))
         return torch.cat(rows)
-    query, patterns, numbers = part.compared(query, patterns, resolution)  # once, not once for each pair
     whole = query.new_ones(1, 1)
     for some, key in pairs(query, patterns, candidates, GATHERED):
         columns = []
@@ -194,19 +193,18 @@ def _part_features(
 
 
 @torch.no_grad()
-def candidate_scores(query: Tensor, patterns: Tensor, candidates: Tensor, similarity: Learnable) -> Tensor:
+def candidate_scores(query: Tensor, patterns: Tensor, candidates: Tensor, similarity: Solvable) -> Tensor:
     """Scores queries ``(L, d)`` against their candidates among ``patterns (N, d)``: ``(L, C)``."""
     if query.isnan().any() or patterns.isnan().any():
         rows = [similarity(some[:, None], key, missing=True) for some, key in pairs(query, patterns, candidates)]
         return torch.cat(rows).squeeze(1)
     total = query.new_zeros(candidates.shape)
     for part, own, keys in zip(similarity.parts(), similarity.views(query), similarity.views(patterns), strict=True):
-        for resolution in range(len(part.blocks)):
-            first, second, numbers = part.compared(own, keys, resolution)
-            weight, rows = part.footprint_weight(resolution), []
-            for some, key in pairs(first, second, candidates, GATHERED):
-                rows.append(score_pairs(some[:, None], key, weight, part.names, numbers, part.widths, False))
-            total += torch.cat(rows).squeeze(1)
+        first, second, numbers = part.compared(own, keys)
+        weight, rows = part.footprint_weight(), []
+        for some, key in pairs(first, second, candidates, GATHERED):
+            rows.append(score_pairs(some[:, None], key, weight, part.names, numbers, part.widths, False))
+        total += torch.cat(rows).squeeze(1)
     return total
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ahop_layers.learning.questions import Questions
-from ahop_layers.learning.ranks import rows_at_once
+from ahop_layers.memory.learn.questions import Questions
+from ahop_layers.memory.learn.ranks import rows_at_once
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.similarity.widths import differences, quantiles
 
@@ -28,7 +28,7 @@ def some_patterns(count: int, dim: int, generator: torch.Generator) -> Tensor:
     return torch.randperm(count, generator=generator, device=generator.device)[:size]
 
 
-class Queries(NamedTuple):
+class Candidates(NamedTuple):
     """Queries ``(L, d)``, their candidates ``(L, C)``, log weights and right ones, see Problem.
 
     ``usable`` says which of all queries have a right candidate: the others are left out.
@@ -40,7 +40,7 @@ class Queries(NamedTuple):
     right: int
     usable: Tensor
 
-    def part(self, rows: slice) -> "Queries":
+    def part(self, rows: slice) -> "Candidates":
         """Returns some of the queries."""
         return self._replace(query=self.query[rows], candidates=self.candidates[rows], offset=self.offset[rows])
 
@@ -52,7 +52,7 @@ def find_candidates(
     generator: torch.Generator,
     count: int = CANDIDATES,
     overview: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> Queries:
+) -> Candidates:
     """Takes ``count`` candidates for each query out of ``patterns (N, d)`` of the classes ``labels (N,)``.
 
     The hardest wrong patterns have the smallest distance by one of several measures, for which unknown values are
@@ -91,9 +91,8 @@ def find_candidates(
         offset.append(represented.log().to(near).masked_fill(others.values < 0, -torch.inf))
         rows.append((torch.cat([first.indices, hard.indices, others.indices], 1), torch.cat(offset, 1)))
     candidates, weights = (torch.cat(each) for each in zip(*rows, strict=True))
-    weights = weights if asked.log_prior is None else weights + asked.log_prior.to(weights)[candidates]
     usable = (weights[:, :largest] > -torch.inf).any(1)  # a query without a known value has no right candidate
-    return Queries(asked.query[usable], candidates[usable], weights[usable], largest, usable)
+    return Candidates(asked.query[usable], candidates[usable], weights[usable], largest, usable)
 
 
 def _closeness(query: Tensor, patterns: Tensor, clips: Sequence[float]) -> Tensor:

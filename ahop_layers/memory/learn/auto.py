@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.learning.solve import BASES, OPTIONAL, Learned
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import accumulation_dtype, unfold
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.similarity.images import Learnable
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
+from ahop_layers.similarity.protocol import Solvable
 
-FIXED = ("dis",)
+BASES: tuple[BaseArgument, ...] = ("l1", *(("near", q) for q in (0.02, 0.05, 0.1, 0.2, 0.5)))
+"""Bases of the default similarity: L1, and saturating ones of several widths."""
+
+OPTIONAL: tuple[BaseArgument, ...] = ("dot",)
+"""Bases that a fit adds if they pay: they need a sort of their own."""
+
+ALONE = ("dis",)
 """Further bases, which a fit uses alone if they are best."""
 
 SAMPLE_QUERIES, SAMPLE_KEYS, SAMPLE_ELEMENTS = 32, 256, 2**22
@@ -42,9 +47,9 @@ class AutoSimilarity(AdaptiveSimilarity):
 
     def __init__(self, patterns: Tensor) -> None:
         options: Any = {"device": patterns.device, "dtype": accumulation_dtype(patterns.dtype)}
-        super().__init__(patterns.shape[1], None, (*BASES, *OPTIONAL, *FIXED), "uniform", **options)
+        super().__init__(patterns.shape[1], None, (*BASES, *OPTIONAL, *ALONE), "uniform", **options)
         if not patterns.is_meta:
-            self.fix_widths_(patterns)
+            self.fix_scales_(patterns)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -56,10 +61,13 @@ class AutoSimilarity(AdaptiveSimilarity):
         self.w[near, -1] = 1 / len(near)
         self.refresh()
 
-    @property
-    def saturates(self) -> bool:
-        """Whether a value adds little more to a score, however far it is from those of the patterns."""
-        return all(self.names[row] == "near" for row in self._used)
+    def is_unbounded(self) -> bool:
+        """Returns whether a base does not saturate, so that a value far from all patterns can decide a score."""
+        return any(self.names[row] != "near" for row in self._used)
+
+    def is_fused(self) -> bool:
+        """Returns True: the operator takes the widths of all bases."""
+        return True
 
     def refresh(self) -> None:
         """Finds the bases whose weights are not all 0: only these are computed.
@@ -74,18 +82,27 @@ class AutoSimilarity(AdaptiveSimilarity):
         self._used = [] if weight.is_meta else weight.any(-1).nonzero().flatten().tolist()
 
     @torch.no_grad()
-    def set_(self, learned: Learned) -> None:
-        """Takes over what was learned."""
+    def set_(
+        self, bases: Sequence[BaseArgument], widths: Sequence[float], units: Tensor | None, weights: Tensor
+    ) -> None:
+        """Takes over what was learned.
+
+        Args:
+            bases: the bases that are used.
+            widths: the width of each of them, 1 for a base without one.
+            units: the unit of each dimension ``(d,)``, or None if all are 1.
+            weights: the weight of each rank of the sorted, not cumulated, similarities ``(n_bases, d)``.
+        """
         self.w.zero_()
-        self.units = None if learned.units is None else learned.units.to(self.w)
-        for base, width, folded in zip(learned.bases, learned.widths, learned.weights, strict=True):
+        self.units = None if units is None else units.to(self.w)
+        for base, width, folded in zip(bases, widths, weights, strict=True):
             row = self.bases.index(base)
             self.w[row] = unfold(folded)
             if self.widths is not None:
                 self.widths[row] = width
         self.refresh()
 
-    def _score(self, index: int, query: Tensor, key: Tensor, arranged: Tensor | None, missing: bool = False) -> Tensor:
+    def _score(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None) -> Tensor:
         used = self._used or list(range(len(self.names)))
         names = [self.names[row] for row in used]
         widths = None if self.widths is None else self.widths[used]
@@ -113,7 +130,7 @@ class AutoSimilarity(AdaptiveSimilarity):
 
 
 @torch.no_grad()
-def first_inverse_temperature(similarity: Learnable, patterns: Tensor) -> float:
+def first_inverse_temperature(similarity: Solvable, patterns: Tensor) -> float:
     """Returns the inverse temperature with which a stored pattern retrieves itself, 1 if no two patterns differ."""
     size = min(SAMPLE_KEYS, len(patterns))
     if patterns.is_meta or size < 2:

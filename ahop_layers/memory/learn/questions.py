@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor
 
 from ahop_layers.errors import AHopError
-from ahop_layers.variants import Covered, Missing, Replaced, Variant
+from ahop_layers.memory.variants import Covered, Missing, Replaced, Variant
 
 Pairs = tuple[Tensor, Tensor]
 """Indices or labels ``(n,)``, and the queries ``(n, d)`` that belong to them."""
@@ -36,19 +36,17 @@ class Questions(NamedTuple):
         origin: the pattern that each query was made of ``(n,)``, or -1.
         label: the class that each query belongs to ``(n,)``; None if the pattern itself is to be found.
         fitted: the number of queries of the fit, the first ones. The others are held out.
-        log_prior: a number that is added to the logits of each pattern ``(N,)``, or None.
     """
 
     query: Tensor
     origin: Tensor
     label: Tensor | None
     fitted: int
-    log_prior: Tensor | None = None
 
     def part(self, rows: slice) -> "Questions":
         """Returns some of the queries."""
         label = None if self.label is None else self.label[rows]
-        return Questions(self.query[rows], self.origin[rows], label, 0, self.log_prior)
+        return Questions(self.query[rows], self.origin[rows], label, 0)
 
 
 class Anything(Variant):
@@ -139,19 +137,4 @@ def with_intact(asked: Questions, patterns: Tensor, labels: Tensor | None, gener
     origin = torch.randint(len(patterns), (count,), generator=generator, device=patterns.device)
     label = None if labels is None or asked.label is None else torch.cat([labels[origin], asked.label])
     query = torch.cat([patterns[origin], asked.query.to(patterns.dtype)])
-    return Questions(query, torch.cat([origin, asked.origin]), label, count + asked.fitted, asked.log_prior)
-
-
-def log_frequency(target: Tensor, group: Tensor) -> Tensor:
-    """Returns how often each pattern was asked for, relative to the mean, as a smoothed logarithm ``(N,)``.
-
-    Args:
-        target: the group that each query belongs to ``(n,)``.
-        group: the group of each pattern ``(N,)``: its class, or itself. The patterns of a group share its frequency.
-
-    >>> log_frequency(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1])).exp()
-    tensor([1.8000, 0.6000, 0.6000])
-    """
-    size = torch.bincount(group)
-    frequency = (torch.bincount(target, minlength=len(size)) + 1) / size.clamp(min=1)
-    return (frequency[group] / frequency[group].mean()).log()
+    return Questions(query, torch.cat([origin, asked.origin]), label, count + asked.fitted)

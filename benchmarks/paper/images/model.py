@@ -1,4 +1,4 @@
-"""A vision transformer of torch's own layers: the model of examples/vit.py and of the image benchmark."""
+"""The model of the image benchmark: a vision transformer of torch's own layers, and the preparation of its images."""
 
 from typing import Any
 
@@ -8,11 +8,41 @@ from torch import Tensor, nn
 
 import ahop_layers as ah
 
-# tiny: for a laptop. small: for a GPU.
+# tiny: for a laptop. small: for a GPU. paper: of the paper's experiment.
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"depth": 2, "width": 64, "heads": 2},
     "small": {"depth": 6, "width": 192, "heads": 3},
+    "paper": {"depth": 3, "width": 512, "heads": 4, "dropout": 0.3},
 }
+
+
+def as_floats(images: Tensor) -> Tensor:
+    """Converts bytes to floats from 0 to 1."""
+    return images.float() / 255
+
+
+def channel_scale(images: Tensor) -> dict[str, tuple[float, ...]]:
+    """Returns mean and standard deviation of each channel of ``images (n, channels, height, width)``."""
+    numbers = as_floats(images)
+    return {"mean": tuple(numbers.mean((0, 2, 3)).tolist()), "std": tuple(numbers.std((0, 2, 3)).tolist())}
+
+
+def augment(images: Tensor, mirror: bool) -> Tensor:
+    """Shifts each image by up to 1/8 of its height, with black padding, and flips half of them if ``mirror``."""
+    n, channels, height, width = images.shape
+    reach = height // 8
+    padded = torch.nn.functional.pad(images, (reach,) * 4)
+
+    def draw(values: int) -> Tensor:
+        return torch.randint(values, (n, 1), device=images.device)
+
+    rows = draw(2 * reach + 1) + torch.arange(height, device=images.device)
+    columns = draw(2 * reach + 1) + torch.arange(width, device=images.device)
+    if mirror:
+        columns = torch.where(draw(2).bool(), columns.flip(-1), columns)
+    image = torch.arange(n, device=images.device)[:, None, None, None]
+    channel = torch.arange(channels, device=images.device)[:, None, None]
+    return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
 class VisionTransformer(nn.Module):

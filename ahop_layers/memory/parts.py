@@ -1,0 +1,107 @@
+"""Parts of a memory: similarities by their names, and similarities and separations as values of JSON for files."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ahop_layers.errors import AHopError, check_choice, describe
+from ahop_layers.memory.images import ImageSimilarity
+from ahop_layers.memory.learn.auto import AutoSimilarity
+from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.separation import Separation
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity
+from ahop_layers.similarity.blocks import Blocks
+from ahop_layers.similarity.fixed import FIXED, FixedSimilarity
+from ahop_layers.similarity.protocol import Similarity
+
+
+def named_similarity(name: str, patterns: Tensor, shape: Sequence[int] = ()) -> Similarity:
+    """Creates the named similarity for ``patterns (N, d)``, which are images if their ``shape`` has several axes."""
+    check_choice("similarity", name, ("auto", *FIXED, "adaptive"))
+    if name == "auto" and len(shape) > 1:
+        channels, height, width = (1, *shape)[-3:]
+        images = ImageSimilarity(height, width, channels)
+        return images.to(patterns.device, accumulation_dtype(patterns.dtype))
+    if name == "auto":
+        return AutoSimilarity(patterns)
+    return AdaptiveSimilarity(patterns.shape[1]).to(patterns) if name == "adaptive" else FIXED[name]
+
+
+def describe_parts(memory: Any) -> dict[str, Any]:
+    """Returns what :func:`make_parts` makes the parts of a memory from; raises if one is not of this package."""
+    separation = memory.separation
+    alpha = getattr(separation, "alpha_logit", None)
+    plain = type(separation) is Separation and (alpha is None or alpha.ndim == 0)
+    described = {
+        "similarity": _described(memory.similarity),
+        "separation": [separation.name, separation.degree] if plain else None,
+    }
+    for name, value in described.items():
+        part = getattr(memory, name)
+        if value is None:
+            kind = getattr(part, "__name__", type(part).__name__)
+            raise AHopError(f"save needs a {name} of this package, got {kind}: save the state_dict of the memory")
+    return described
+
+
+def _described(similarity: Any) -> Any:
+    """Returns the name of a similarity, or its class and options; None if it is not one of this package."""
+    if isinstance(similarity, FixedSimilarity):
+        return similarity.base
+    if type(similarity) is AutoSimilarity:
+        return "auto"
+    if type(similarity) is ImageSimilarity:
+        names = ("height", "width", "channels", "sizes", "shifts")
+        return ["ImageSimilarity", {name: getattr(similarity, name) for name in names}]
+    if type(similarity) is not AdaptiveSimilarity:
+        return None
+    blocks = similarity.blocks
+    options = {
+        "num_heads": similarity.num_heads,
+        "bases": similarity.bases,
+        "init": similarity.init if isinstance(similarity.init, str) else similarity.init.tolist(),
+        "debias": similarity.bias is not None,
+        "blocks": [blocks.assignment if blocks.named is None else blocks.named.tolist(), blocks.normalize],
+    }
+    return ["AdaptiveSimilarity", options]
+
+
+def _make_similarity(dim: int, name: str, options: dict[str, Any]) -> nn.Module:
+    """Makes a similarity from its class and options."""
+    if name == "ImageSimilarity":
+        if options["height"] * options["width"] * options["channels"] != dim:
+            raise AHopError(f"images must have the {dim} values of a pattern, got {options}")
+        return ImageSimilarity(**options)
+    init, (assignment, normalize) = options["init"], options["blocks"]
+    given = {
+        "init": init if isinstance(init, str) else torch.tensor(init, dtype=torch.float64, device="cpu"),
+        "bases": [base if isinstance(base, str) else tuple(base) for base in options["bases"]],
+        "blocks": Blocks(
+            torch.tensor(assignment, device="cpu") if isinstance(assignment, list) else assignment, normalize
+        ),
+    }
+    return AdaptiveSimilarity(dim, **options | given)
+
+
+def make_parts(described: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Makes the similarity and the separation of a memory, for the ``tensors`` of its state dict.
+
+    A similarity that has other sizes than the tensors is refused before it is allocated.
+    """
+    given, (separation, degree) = described["similarity"], described["separation"]
+    parts = {"similarity": given, "separation": Separation(separation, degree=degree)}
+    if isinstance(given, str):
+        return parts
+    dim = tensors["patterns"][0].numel()
+    with torch.device("meta"):
+        sizes = _make_similarity(dim, *given).state_dict()
+    for key, tensor in sizes.items():
+        found = tensors.get(f"similarity.{key}")
+        if found is None or found.shape != tensor.shape:
+            got = "none" if found is None else describe(found)
+            raise AHopError(f"similarity.{key} must be {describe(tensor)}, as the header says, got {got}")
+    dtypes = (tensors[f"similarity.{key}"].dtype for key in sizes)
+    dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+    return parts | {"similarity": _make_similarity(dim, *given).to(dtype=dtype)}

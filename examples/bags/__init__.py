@@ -1,1 +1,0 @@
-"""The bag classifier of examples/mil.py and of the bag benchmark: model, poolings, data, batches, pictures."""

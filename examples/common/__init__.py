@@ -1,1 +1,0 @@
-"""Code that several examples share: command line, training, checkpoints, output files, similarities."""
