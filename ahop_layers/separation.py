@@ -10,7 +10,7 @@ from functools import partial, wraps
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.errors import check_choice, check_floating, check_given_sizes, check_sizes
+from ahop_layers.errors import check_choice, check_floating, check_given_sizes
 from ahop_layers.ops.reference import accumulation_dtype
 
 _Separate = Callable[..., Tensor]
@@ -183,44 +183,8 @@ def _straight_through(hard: Tensor, scores: Tensor, softmax: _Separate) -> Tenso
     return hard + (soft - soft.detach())
 
 
-def _elementwise(function: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
-    blocked = scores == -torch.inf
-    return function(scores.masked_fill(blocked, 0.0)).masked_fill(blocked, 0.0)
-
-
-@_zeros_for_masked_rows
-def identity(scores: Tensor) -> Tensor:
-    """The scores themselves, as in the first Hopfield networks: ``(..., S) -> (..., S)``.
-
-    >>> identity(torch.tensor([1.0, -torch.inf]))
-    tensor([1., 0.])
-    """
-    return _elementwise(lambda s: s, scores)
-
-
-@_zeros_for_masked_rows
-def polynomial(scores: Tensor, degree: int) -> Tensor:
-    """``score ** degree``, as in dense associative memories: ``(..., S) -> (..., S)``.
-
-    >>> polynomial(torch.tensor([2.0, -1.0]), 3)
-    tensor([ 8., -1.])
-    """
-    return _elementwise(lambda s: s**degree, scores)
-
-
-@_zeros_for_masked_rows
-def exponential(scores: Tensor) -> Tensor:
-    """``exp(score)`` without normalization: ``(..., S) -> (..., S)``.
-
-    >>> exponential(torch.tensor([0.0, -torch.inf]))
-    tensor([1., 0.])
-    """
-    return _elementwise(torch.exp, scores)
-
-
-_ELEMENTWISE: dict[str, _Separate] = {"identity": identity, "polynomial": polynomial, "exponential": exponential}
 _SEPARATE: dict[str, _Separate] = {
-    "softmax": softmax, "sparsemax": sparsemax, "entmax15": entmax15, "argmax": argmax, "entmax": entmax, **_ELEMENTWISE
+    "softmax": softmax, "sparsemax": sparsemax, "entmax15": entmax15, "argmax": argmax, "entmax": entmax
 }  # fmt: skip
 SEPARATIONS = tuple(_SEPARATE)
 
@@ -230,21 +194,19 @@ class Separation(nn.Module):
 
     Args:
         name: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha between 1 and 2, initially
-            1.5), ``"argmax"``, ``"identity"``, ``"polynomial"`` or ``"exponential"``.
+            1.5) or ``"argmax"``.
         num_heads: ``H`` for one alpha per head of scores ``(..., H, L, S)``; ``None`` for a single alpha.
-        degree: exponent of ``"polynomial"``.
 
     >>> Separation("sparsemax")(torch.tensor([[2.0, 0.0], [-torch.inf, -torch.inf]]))
     tensor([[1., 0.],
             [0., 0.]])
     """
 
-    def __init__(self, name: str = "softmax", num_heads: int | None = None, degree: int = 3) -> None:
+    def __init__(self, name: str = "softmax", num_heads: int | None = None) -> None:
         super().__init__()
         check_choice("separation", name, SEPARATIONS)
-        check_sizes(degree=degree)
         check_given_sizes(num_heads=num_heads)
-        self.name, self.degree = name, degree
+        self.name = name
         shape = () if num_heads is None else (num_heads, 1, 1)
         self.alpha_logit = nn.Parameter(torch.zeros(shape)) if name == "entmax" else None
 
@@ -271,10 +233,9 @@ class Separation(nn.Module):
             masked: False skips handling of fully masked rows.
             groups: reductions over groups along the first axis, such as :class:`ahop_layers.packed.Bags`.
         """
-        if groups is None or self.name in _ELEMENTWISE:
-            power = (self.degree,) if self.name == "polynomial" else ()
-            parameters = power if self.alpha_logit is None else (self.alpha,)
-            return _SEPARATE[self.name](scores, *parameters, masked=masked and groups is None)
+        if groups is None:
+            parameters = () if self.alpha_logit is None else (self.alpha,)
+            return _SEPARATE[self.name](scores, *parameters, masked=masked)
         # The scores of a group are not an axis that could be sorted.
         if self.name == "softmax":
             return _softmax_within(groups, scores)
@@ -286,4 +247,4 @@ class Separation(nn.Module):
 
     def extra_repr(self) -> str:
         """Constructor arguments, for ``repr``."""
-        return f"{self.name!r}" + (f", degree={self.degree}" if self.name == "polynomial" else "")
+        return f"{self.name!r}"

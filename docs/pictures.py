@@ -1,6 +1,6 @@
-"""The explanatory pictures: footprints of pixels and blocks, damaged queries, learned weights, attention maps.
+"""The explanatory pictures: footprints of pixels and blocks, attention maps.
 
-To run: python docs/pictures.py   (or: python docs/pictures.py footprint weights --out folder)
+To run: python docs/pictures.py   (or: python docs/pictures.py footprint blocks --out folder)
 
 The package computes everything they show, from digits and seeded random patterns; a second run writes the same bytes.
 The background is transparent, and the colors are legible on light and dark pages.
@@ -22,15 +22,14 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 import ahop_layers as ah
-from ahop_layers import plots
 from ahop_layers.plots import COLORS
 from benchmarks.harness import report
 from benchmarks.harness.report import GRAY
-from benchmarks.paper.retrieval.accuracy import log_likelihood
+from benchmarks.paper.networks import Network
+from benchmarks.paper.training import train
 
 HERE = Path(__file__).parent
 ORIGIN, OTHER = COLORS["dot"], COLORS["dis"]
-PEN = 1e-3  # a variant without noise lies on points and lines, which have to be drawn with some width
 PATCHES = ah.patches(8, 8, 2)
 STYLE = {**report.STYLE, "svg.fonttype": "path", "font.size": 12}  # text as paths: independent of fonts
 # Without date and version of matplotlib, so that the same picture has the same bytes.
@@ -52,12 +51,12 @@ class Example(NamedTuple):
 
 
 def example() -> Example:
-    """Returns the clearest damaged digit that a fitted memory recalls and the distance assigns to another class."""
+    """Returns the clearest damaged digit that a trained network recalls and the distance assigns to another class."""
     patterns, shown = digits()
     patterns = patterns[:100]
     variant = ah.variants.Mixed(mask=0.4, noise=0.02)
-    memory = ah.AssociativeMemory.preset("A-Hop", patterns, bases=("dis",), init="dis")
-    memory.fit(variant, epochs=600, batch=128, progress=False)
+    memory = Network(patterns, ah.AdaptiveSimilarity(64, bases=("dis",), init="dis"))
+    train(memory, variant, steps=600, batch=128)
     index, query = variant.sample(patterns, 2000, torch.Generator().manual_seed(1))
     return _clearest(memory, index, query, shown)
 
@@ -78,12 +77,12 @@ def occluded_example() -> Example:
         inside = (y >= rows) & (y < rows + 4) & (x >= columns) & (x < columns + 4)
         return index, torch.where(inside, patterns[other], patterns[index])
 
-    memory = ah.AssociativeMemory.preset("A-Hop", patterns, bases=("dis",), init="dis", blocks=PATCHES)
-    memory.fit(occluded(4000), epochs=20, batch=128, progress=False)
+    memory = ah.AssociativeMemory(patterns, ah.AdaptiveSimilarity(64, bases=("dis",), init="dis", blocks=PATCHES))
+    memory.fit(occluded(4000))
     return _clearest(memory, *occluded(2000), shown)
 
 
-def _clearest(memory: ah.AssociativeMemory, index: Tensor, query: Tensor, shown: Tensor) -> Example:
+def _clearest(memory: ah.AssociativeMemory | Network, index: Tensor, query: Tensor, shown: Tensor) -> Example:
     """Chooses among ``query (n, d)``, made from the patterns ``index (n,)``, whose classes are ``shown``."""
     similarity, patterns = memory.similarity, memory.patterns
     wrong = ah.AssociativeMemory(patterns, similarity="dis").recall(query)
@@ -187,75 +186,6 @@ def _frame(axis: Axes, color: str) -> None:
         spine.set(visible=True, color=color, linewidth=2)
 
 
-def likelihoods() -> Figure:
-    """Draws the density of each kind of damaged query of a two-dimensional pattern."""
-    variants = {
-        "noise": ah.variants.Mixed(noise=0.06),
-        "mask": ah.variants.Mixed(mask=0.5, noise=PEN),
-        "bias": ah.variants.Mixed(bias=0.4, noise=PEN, seed=1),
-        "all three": ah.variants.Mixed(mask=0.5, noise=0.02, bias=0.4, seed=1),
-    }
-    reach, pattern = 1.45, torch.tensor([-0.1, -0.3])
-    line = torch.linspace(-reach, reach, 351)
-    grid = torch.stack(torch.meshgrid(line, line, indexing="xy"), -1)
-    cloud = LinearSegmentedColormap.from_list("cloud", [(*to_rgb(ORIGIN), 0), (*to_rgb(ORIGIN), 1)])
-    figure = Figure(figsize=(10, 3), layout="constrained")
-    for axis, (name, variant) in zip(figure.subplots(1, 4), variants.items(), strict=True):
-        density = log_likelihood(variant, grid, pattern).exp()
-        # The square root keeps regions of low density visible.
-        axis.imshow((density / density.max()).sqrt().numpy(), cmap=cloud, origin="lower", extent=[-reach, reach] * 2)
-        axis.plot([-1, 1, 1, -1, -1], [-1, -1, 1, 1, -1], color=GRAY, linewidth=1, linestyle=":")
-        if variant.bias:
-            ends = {"xy": (pattern + variant.shift(pattern)).tolist(), "xytext": pattern.tolist()}
-            axis.annotate("", **ends, arrowprops={"arrowstyle": "-|>", "color": OTHER, "linewidth": 1.5, "shrinkB": 4})
-        axis.plot(*pattern, "o", color=OTHER, markersize=8)
-        axis.set_title(name, fontsize=18)
-        axis.set(xlim=(-reach, reach), ylim=(-reach, reach))
-        axis.axis("off")
-    return figure
-
-
-def weights() -> Figure:
-    """Draws learned weights for noise and masks, with the initial ones dotted, and a learned bias."""
-    variants = {
-        "noise": ah.variants.Mixed(noise=1.0),
-        "mask": ah.variants.Mixed(mask=0.6, noise=0.01),
-        "noise and mask": ah.variants.Mixed(mask=0.4, noise=0.3),
-        "bias": ah.variants.Mixed(noise=1.0, bias=0.5),
-    }
-    patterns = torch.rand(256, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    figure = Figure(figsize=(10, 3), layout="constrained")
-    for axis, (name, variant) in zip(figure.subplots(1, 4), variants.items(), strict=True):
-        memory = ah.AssociativeMemory.preset("A-Hop", patterns, init="dis", debias=True)
-        memory.fit(variant, epochs=300, lr=0.02, batch=128, progress=False)
-        if variant.bias:
-            axis.axhline(0, color=GRAY, linewidth=0.8)
-            axis.bar(range(1, 17), memory.similarity.bias.detach()[:16], color=ORIGIN, width=0.7)
-            axis.plot(range(1, 17), variant.shift(patterns)[:16], "_", color=OTHER, markersize=9, markeredgewidth=2.5)
-            axis.set_xlabel("dimension")
-            axis.set_ylabel("bias")
-            axis.set(xticks=[1, 16], ylim=(-0.8, 1.4))
-            names = (("true", OTHER), ("learned", ORIGIN))
-        else:
-            plots.footprint_weights(memory, ax=axis)
-            axis.get_legend().remove()
-            axis.set(ylabel="weight u" if name == "noise" else "", xticks=[1, 64])
-            for start, base in ((1.0, "dis"), (0.0, "dot")):
-                axis.axhline(start, color=COLORS[base], linewidth=1.5, linestyle=(0, (1, 1.5)), zorder=1)
-            names = (("dis", OTHER), ("dot", ORIGIN)) if name == "mask" else ()
-            if name == "noise and mask":
-                axis.text(0.05, 0.05, "dotted: initial", fontsize=15, transform=axis.transAxes)
-        axis.set_title(name, fontsize=18)
-        axis.xaxis.label.set_size(14)
-        axis.yaxis.label.set_size(14)
-        axis.locator_params(axis="y", nbins=4)
-        axis.tick_params(labelsize=13)
-        for number, (text, color) in enumerate(names):
-            place = {"x": 0.97, "y": 0.97 - 0.13 * number, "ha": "right", "va": "top", "transform": axis.transAxes}
-            axis.text(s=text, color=color, fontsize=15, **place)
-    return figure
-
-
 def maps() -> Figure:
     """Draws the class token's attention in a small ViT, fine-tuned with the dot product and with adaptive attention."""
     from examples.vision.model import VisionTransformer
@@ -298,8 +228,6 @@ def _train(model: torch.nn.Module, images: Tensor, labels: Tensor, epochs: int) 
 PICTURES: dict[str, Callable[[], Figure]] = {
     "footprint.svg": footprint,
     "blocks.svg": blocks,
-    "likelihoods.svg": likelihoods,
-    "weights.svg": weights,
     "maps.png": maps,
 }
 

@@ -113,7 +113,6 @@ BAD_CALLS = {
     "number of bases": (similar(4, bases=3, init="uniform"), "tuple or list"),
     "separation": (lambda: ah.Separation("hardmax"), "separation must be one of softmax.*got 'hardmax'"),
     "heads of alpha": (lambda: ah.Separation("entmax", num_heads=0), "num_heads must be .* got 0"),
-    "degree": (lambda: ah.Separation("polynomial", degree=0), "at least 1, got 0"),
     "integer scores": (lambda: separation.softmax(torch.tensor([1, 2])), r"floating-point dtype, got torch\.int64"),
     "embed_dim": (lambda: ah.AdaptiveAttention(10, 3), "embed_dim must be a multiple of num_heads, got 10 and 3"),
     "no heads": (lambda: ah.AdaptiveAttention(10, 0), "num_heads must be .* at least 1, got 0"),

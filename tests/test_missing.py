@@ -406,20 +406,6 @@ def test_a_fit_finds_noisy_and_missing_values_as_often_as_nan_euclidean(monkeypa
         assert accuracy(memory.recall(query)) >= nearest - 0.03  # Euclid is the best score for this noise
 
 
-@pytest.mark.parametrize("separation", ["identity", "polynomial", "exponential"])
-def test_a_separation_without_normalized_weights_keeps_the_scale_of_complete_values(separation):
-    """A value that all patterns know is retrieved as if the others were known as well."""
-    patterns = random(6, 4)
-    patterns[:, 3] = 0.0  # adds nothing to a dot product
-    gaps = patterns.clone()
-    gaps[2, 3] = torch.nan
-    query = random(5, 4, seed=2)
-    query[:, 3] = 0.0
-    memory, complete = (ah.AssociativeMemory(each, "dot", separation) for each in (gaps, patterns))
-    weights = complete.separation(memory.scores(query))
-    torch.testing.assert_close(memory.retrieve(query)[:, :3], weights @ patterns[:, :3])
-
-
 def test_a_query_without_a_known_value_is_refused_with_its_row():
     memory, query = make("auto", random(40, 4)), random(5, 4)
     query[3] = torch.nan

@@ -65,8 +65,8 @@ def test_the_command_stores_what_cells_print_and_return_and_removes_it(tmp_path)
 @pytest.mark.full
 def test_the_same_command_writes_the_same_bytes(tmp_path):
     for folder in ("first", "second"):
-        pictures.main(["likelihoods", "--out", str(tmp_path / folder)])
-    first, second = (path.read_bytes() for path in sorted(tmp_path.glob("*/likelihoods.svg")))
+        pictures.main(["footprint", "--out", str(tmp_path / folder)])
+    first, second = (path.read_bytes() for path in sorted(tmp_path.glob("*/footprint.svg")))
     assert first == second
 
 

@@ -36,7 +36,7 @@ def describe_parts(memory: Any) -> dict[str, Any]:
     plain = type(separation) is Separation and (alpha is None or alpha.ndim == 0)
     described = {
         "similarity": _described(memory.similarity),
-        "separation": [separation.name, separation.degree] if plain else None,
+        "separation": separation.name if plain else None,
     }
     for name, value in described.items():
         part = getattr(memory, name)
@@ -90,8 +90,8 @@ def make_parts(described: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict
 
     A similarity that has other sizes than the tensors is refused before it is allocated.
     """
-    given, (separation, degree) = described["similarity"], described["separation"]
-    parts = {"similarity": given, "separation": Separation(separation, degree=degree)}
+    given = described["similarity"]
+    parts = {"similarity": given, "separation": Separation(described["separation"])}
     if isinstance(given, str):
         return parts
     dim = tensors["patterns"][0].numel()

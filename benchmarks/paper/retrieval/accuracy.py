@@ -1,7 +1,7 @@
 """Accuracy of memories on damaged queries, and the accuracy of the best possible memory.
 
-The distribution of :class:`~ahop_layers.memory.variants.Mixed` is known, and with it the likelihood of each pattern. The
-accuracy of the most likely pattern is the *Bayes limit*, an upper bound for every memory.
+The distribution of :class:`~ahop_layers.memory.variants.Mixed` is known, and with it the likelihood of each pattern.
+The accuracy of the most likely pattern is the *Bayes limit*, an upper bound for every memory.
 """
 
 import math
