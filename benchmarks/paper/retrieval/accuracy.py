@@ -14,7 +14,7 @@ from ahop_layers.errors import AHopError
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.memory.variants import Mixed
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity.fixed import negative_distance
+from ahop_layers.similarity.fixed import FIXED
 from benchmarks.paper.networks import Network
 
 Memory = AssociativeMemory | Network
@@ -40,7 +40,7 @@ def nearest_to_readout(memory: Memory, query: Tensor) -> Tensor:
     """Finds the index of the stored pattern nearest to the retrieved one: ``(n, d) -> (n,)``."""
     patterns = memory.patterns.to(accumulation_dtype(memory.patterns.dtype))
     chunks = torch.split(memory.retrieve(query).to(patterns), max(1, BLOCK_DISTANCES // len(patterns)))
-    return torch.cat([negative_distance(chunk, patterns).argmax(-1) for chunk in chunks])
+    return torch.cat([FIXED["dis"](chunk, patterns).argmax(-1) for chunk in chunks])
 
 
 @torch.no_grad()
