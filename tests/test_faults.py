@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import ahop_layers as ah
-from ahop_layers import AssociativeMemory, variants
+from ahop_layers import AssociativeMemory
+from ahop_layers.memory import variants
 from tests.samples import refuses, unchanged
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -17,8 +17,8 @@ PACKAGE = Path(ah.__file__).parent
 
 # A module or folder imports only from entries above it in this list. Imports inside a folder must not be cyclic.
 LAYOUT = """
-    errors files ops separation similarity association packed training variants learning memory hopfield attention
-    convert tabular hflayers plots torchmil
+    errors files ops separation similarity association packed training hopfield hflayers attention convert memory
+    tabular neighbors torchmil plots
 """.split()  # noqa: SIM905 - the list reads as the folder does
 
 

@@ -23,7 +23,7 @@ def encoder(layers=2):
     (encoder, {"blocks": 4}),
     (encoder, {"blocks": [2, torch.tensor([0, 1] * 4)], "debias": True, "separation": "entmax"}),
     (encoder, {"blocks": ah.Blocks(2, normalize=True)}),
-    (lambda: ah.AssociativeMemory.preset("A-Hop", torch.randn(5, 16)), None),
+    (lambda: ah.AssociativeMemory(torch.randn(5, 16), "adaptive"), None),
     (lambda: nn.Sequential(ah.AdaptiveHopfield(16, num_heads=2), ah.AdaptiveHopfieldPooling(16)), None),
     (lambda: nn.Sequential(Two()), {"example": torch.randn(2, 3, 16)}),
 ])  # fmt: skip

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from ahop_layers import variants as v
+from ahop_layers.memory import variants as v
 from ahop_layers.errors import AHopError
 from benchmarks.damages import Occluded
 

@@ -17,7 +17,6 @@ from ahop_layers.convert.find import find_attention
 from ahop_layers.convert.registry import Converter
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.hopfield.adaptive import make_plain
-from ahop_layers.ops.gpu.layout import comparators
 from ahop_layers.ops.operators import is_compiled
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Init
@@ -42,10 +41,6 @@ class Report:
         passed_over: reason why an attention module was not adapted, by name.
         new_parameters: number of elements of the new similarities' parameters of known shape.
         dry_run: whether :func:`adapt_` changed nothing.
-        comparisons: number of comparisons that sort the similarities of one query-key pair, summed over bases, heads
-            and layers: the comparators of Batcher's sorting network, for each AdaptiveSimilarity of known dimension.
-        comparisons_with_4_blocks: the same with ``blocks=4`` in place of full footprints. None if there are no full
-            footprints, or if 4 does not divide the dimension of a head.
         how: how the attention of each adapted module is replaced, by name: by a ``"converter"``, or in the module's own
             ``forward``, where it calls ``"scaled_dot_product_attention"`` or computes scores ``"by hand"``.
 
@@ -58,24 +53,18 @@ class Report:
     passed_over: dict[str, str] = field(default_factory=dict)
     new_parameters: int = 0
     dry_run: bool = False
-    comparisons: int = 0
-    comparisons_with_4_blocks: int | None = None
     how: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """The coverage, one line per module, then the cost."""
+        """The coverage, then one line per module."""
         width = max(map(len, [*self.adapted, *self.passed_over]), default=0)
-        done, takes = ("would adapt", "would take") if self.dry_run else ("adapted", "takes")
+        done = "would adapt" if self.dry_run else "adapted"
         total = f"{done} {len(self.adapted)} of {len(self.adapted) + len(self.passed_over)} attention modules"
         lines = [total if self.dry_run else f"{total}; {self.new_parameters} new parameters"]
         for name, kind in self.adapted.items():
             how = self.how.get(name, "converter")
             lines.append(f"{name:{width}}  {done} {kind}" + ("" if how == "converter" else f" ({how})"))
         lines += [f"{name:{width}}  passed over: {reason}" for name, reason in self.passed_over.items()]
-        if self.comparisons:
-            count = f"{self.comparisons:,} comparisons for each query-key pair, summed over heads and layers"
-            fewer = self.comparisons_with_4_blocks
-            lines.append(f"sorting {takes} {count}" + ("" if fewer is None else f"; blocks=4 would take {fewer:,}"))
         return "\n".join(lines)
 
 
@@ -148,7 +137,6 @@ def adapt_(
     adapted 1 of 2 attention modules; 36 new parameters
     layers.1.self_attn  adapted MultiheadAttention
     layers.0.self_attn  passed over: not in the last 1 layers
-    sorting takes 76 comparisons for each query-key pair, summed over heads and layers; blocks=4 would take 20
     """
     check_module(model=model)
     check_given_sizes(last=last)
@@ -170,9 +158,8 @@ def adapt_(
     built = {name: _build(name, module, converter, options) for name, (module, converter) in chosen.items()}
     adapted = {name: type(module).__name__ for name, (module, _) in chosen.items()}
     how = {name: converter.how for name, (_, converter) in chosen.items()}
-    comparisons = _count_comparisons([each.similarity for each in built.values()])
     if dry_run:
-        return Report(adapted, passed, 0, True, *comparisons, how)
+        return Report(adapted, passed, 0, True, how)
     try:
         for name, (module, converter) in chosen.items():
             with _naming(name):
@@ -186,20 +173,7 @@ def adapt_(
     _exempt_from_decay(model)
     _warn_about_peft(model)
     new = {id(p): p.numel() for module, _ in chosen.values() for p in similarity_parameters(module) if not is_lazy(p)}
-    return Report(adapted, passed, sum(new.values()), False, *comparisons, how)
-
-
-def _count_comparisons(similarities: Iterable[Any]) -> tuple[int, int | None]:
-    """Returns ``comparisons`` and ``comparisons_with_4_blocks`` of a :class:`Report`."""
-    total, fewer, full = 0, 0, []
-    for part in (part for each in similarities if isinstance(each, nn.Module) for part in each.modules()):
-        if isinstance(part, AdaptiveSimilarity) and not isinstance(part, LazyAdaptiveSimilarity):
-            copies = len(part.bases) * (part.num_heads or 1)
-            n = part.w.shape[-1]
-            total += copies * comparators(n)
-            fewer += copies * comparators(4 if n == part.dim else n)
-            full += [n] if n == part.dim else []
-    return total, fewer if full and all(n > 4 and n % 4 == 0 for n in full) else None
+    return Report(adapted, passed, sum(new.values()), False, how)
 
 
 def _check_not_wrapped(model: nn.Module) -> None:

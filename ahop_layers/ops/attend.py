@@ -18,7 +18,7 @@ from ahop_layers.ops.backend import choose_attention
 from ahop_layers.ops.gpu import attend as fused
 from ahop_layers.ops.gpu import launch as gpu
 from ahop_layers.ops.operators import call_backward, check_tensor, register, register_composite
-from ahop_layers.ops.protocols import Attention, AttentionCall
+from ahop_layers.ops.protocols import Attention, AttentionCall, allocate_grads
 from ahop_layers.ops.reference import accumulation_dtype
 
 # Where no fused kernel supports a call, scores of more memory than this are computed in slices, which compute them a
@@ -222,7 +222,7 @@ def _fake_attend_backward(*args: Any) -> tuple[Tensor, ...]:
     call, backend = _parse(of_call)
     _check_results(_checked(call, backend), *results)
     beta = call.query.new_empty(0) if call.beta is None else call.beta
-    return operators.empty_grads((*call[:4], beta), results[3])
+    return tuple(allocate_grads((*call[:4], beta), results[3]))
 
 
 class _Attend(torch.autograd.Function):

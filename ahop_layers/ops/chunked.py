@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ahop_layers.ops.protocols import Need, allocate_grads
 from ahop_layers.ops.reference import (
     BASES,
     accumulation_dtype,
@@ -26,7 +27,6 @@ from ahop_layers.ops.reference import (
 SCRATCH_BYTES = 40 * 2**20
 GPU_SCRATCH_BYTES = 5 * SCRATCH_BYTES
 MISSING_COPIES = 3  # times as much memory for a pair where values can be unknown: weights differ between pairs
-Need = tuple[bool, bool, bool]
 
 
 def unavailable() -> str | None:
@@ -90,10 +90,7 @@ def score_backward(
     """
     dtype, blocks = accumulation_dtype(query.dtype), weight.shape[-1]
     weight = fold(weight, accumulation_dtype(weight.dtype))
-    grads = [
-        torch.zeros(tensor.shape if wanted else 0, dtype=dtype, device=tensor.device)
-        for tensor, wanted in zip((query, key, weight), need, strict=True)
-    ]
+    grads = [grad.zero_() for grad in allocate_grads((query, key, weight), need, dtype)]
     for n, h, rows, columns in _tiles(query, key, blocks):
         queries, keys = query[n, h, rows].to(dtype).unsqueeze(-2), key[n, h, columns].to(dtype).unsqueeze(-3)
         tile_grad = grad[n, h, rows, columns].unsqueeze(-1)

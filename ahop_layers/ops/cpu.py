@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ahop_layers.errors import AHopError
 from ahop_layers.ops import chunked
-from ahop_layers.ops.chunked import Need
+from ahop_layers.ops.protocols import Need, allocate_grads
 from ahop_layers.ops.reference import accumulation_dtype, fold
 
 MAX_BLOCKS, MAX_DIMENSIONS = 2**16, 2**18  # bound the scratch memory
@@ -138,10 +138,7 @@ def score_backward(
         return chunked.score_backward(grad, query, key, weight, bases, need, widths)
     dtype = accumulation_dtype(query.dtype)
     grad = grad.to(dtype)
-    grads = [
-        tensor.new_empty(tensor.shape if wanted else 0, dtype=dtype)
-        for tensor, wanted in zip((query, key, weight), need, strict=True)
-    ]
+    grads = allocate_grads((query, key, weight), need, dtype)
     if grad.numel() == 0:
         for each in grads:
             each.zero_()

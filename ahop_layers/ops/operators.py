@@ -30,6 +30,7 @@ from ahop_layers.errors import (
 )
 from ahop_layers.ops import chunked, onnx, reference
 from ahop_layers.ops.backend import BACKENDS, KERNELS, choose_kernel
+from ahop_layers.ops.protocols import Need, allocate_grads
 from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, check_blocks, fold, folded_similarity
 
 
@@ -273,11 +274,6 @@ def check_need(need: Sequence[bool], count: int) -> None:
         raise AHopError(f"need must have {count} entries, one for each input with a gradient, got {need!r}")
 
 
-def empty_grads(tensors: Sequence[Tensor], need: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Allocates gradients of the tensors, empty ones where they are not needed."""
-    return tuple(x.new_empty(x.shape if wanted else 0) for x, wanted in zip(tensors, need, strict=True))
-
-
 def check_differentiable(**tensors: Tensor) -> None:
     """Raises if autograd would have to save a tensor of inference mode."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -381,7 +377,7 @@ def _fake_score_forward(*args: Any) -> Tensor:
     return call.query.new_empty(*call.query.shape[:-1], call.key.shape[-2], dtype=call.dtype)
 
 
-def _checked_backward(grad: Tensor, *args: Any) -> tuple[_ScoreCall, tuple[str, ...], chunked.Need]:
+def _checked_backward(grad: Tensor, *args: Any) -> tuple[_ScoreCall, tuple[str, ...], Need]:
     """Validates the arguments of ``ahop::score_backward``; returns its call, the names of the bases, and ``need``."""
     query, key, weight, bases, backend, widths, need = args
     call = _ScoreCall(query, key, weight, bases, backend, widths=widths)
@@ -402,7 +398,7 @@ def _score_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _fake_score_backward(*args: Any) -> tuple[Tensor, ...]:
     call, _, need = _checked_backward(*args)
-    return empty_grads(call[:3], need)
+    return tuple(allocate_grads(call[:3], need))
 
 
 class _Score(torch.autograd.Function):

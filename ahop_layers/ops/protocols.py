@@ -3,9 +3,18 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ahop_layers.ops.reference import accumulation_dtype
+
+Need = tuple[bool, bool, bool]
+"""Whether the gradients of query, key and weight are needed."""
+
+
+def allocate_grads(tensors: Sequence[Tensor], need: Sequence[bool], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Allocates contiguous gradients of tensors in a dtype, by default their own; empty ones if they are not needed."""
+    return [x.new_empty(x.shape if wanted else 0, dtype=dtype) for x, wanted in zip(tensors, need, strict=True)]
 
 
 class KernelModule(Protocol):

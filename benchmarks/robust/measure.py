@@ -12,7 +12,7 @@ from torch.nn.functional import normalize, pad
 import ahop_layers as ah
 from ahop_layers.memory.learn import questions
 from ahop_layers.memory.learn.auto import AutoSimilarity
-from ahop_layers.memory.learn.solve import Learned, learn
+from ahop_layers.memory.learn.solve import learn
 from ahop_layers.memory.variants import as_damage
 from benchmarks.robust.tasks import Task
 
@@ -103,13 +103,11 @@ def recall(task: Task, memory: ah.AssociativeMemory, asked: Mapping[float, Tenso
     return {level: task.accuracy(memory.recall(query)) for level, query in asked.items()}
 
 
-def learn_part(memory: ah.AssociativeMemory, task: Task, seed: int, **options: Any) -> Learned:
+def learn_part(memory: ah.AssociativeMemory, task: Task, seed: int, **options: Any) -> None:
     """Fits a memory to the damage with some ``bases`` only, or without ranks: ``bins=1``."""
     generator = torch.Generator(task.stored.device).manual_seed(seed)
     asked = questions.draw(as_damage(task.draw), task.stored, task.labels, generator)
-    learned = learn(task.stored, task.labels, asked, generator, **options)
-    cast(AutoSimilarity, memory.similarity).set_(learned)
-    return learned
+    learn(memory.similarity, task.stored, task.labels, asked, generator, **options)
 
 
 def measure_levels(task: Task, generator: torch.Generator, seed: int) -> Figures:
@@ -168,8 +166,10 @@ def measure_ablation(task: Task, generator: torch.Generator, seed: int) -> Figur
     found = baselines(task, asked, generator, ("L1", "trimmed L1"))
     for method, options in ABLATION.items():
         memory = ah.AssociativeMemory(task.stored, labels=task.labels)
-        learned = learn_part(memory, task, seed, **options)
-        found[method] = {-1.0: float("dot" in learned.bases), **recall(task, memory, asked)}
+        learn_part(memory, task, seed, **options)
+        similarity = cast(AutoSimilarity, memory.similarity)
+        product = similarity.w[similarity.bases.index("dot")].any()
+        found[method] = {-1.0: float(product), **recall(task, memory, asked)}
     return found
 
 

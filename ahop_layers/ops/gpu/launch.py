@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ahop_layers.ops import chunked, sliced
-from ahop_layers.ops.chunked import Need
 from ahop_layers.ops.gpu import missing as unknown
 from ahop_layers.ops.gpu import nvrtc
 from ahop_layers.ops.gpu import score as lanes
+from ahop_layers.ops.protocols import Need
 from ahop_layers.ops.reference import fold
 
 MAX_DIMENSIONS = 1024

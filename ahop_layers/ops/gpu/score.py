@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ahop_layers.ops.chunked import GPU_SCRATCH_BYTES, Need
+from ahop_layers.ops.chunked import GPU_SCRATCH_BYTES
 from ahop_layers.ops.gpu import attend, division, nvrtc
 from ahop_layers.ops.gpu.layout import WARP, Layout, choose_layout
-from ahop_layers.ops.protocols import AttentionCall
+from ahop_layers.ops.protocols import AttentionCall, Need, allocate_grads
 
 KINDS = ("dis", "dot", "l1", "near")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -260,7 +260,7 @@ def score_backward(
     if use_tiles(query, weight, bases):
         return attend.score_gradients(_tile_call(query, key, weight, bases, grad), need)
     problem = ScoreProblem(query.device, query.dtype, query.shape, key.shape, weight.shape[-1], bases, grad.dtype, need)
-    query_grad, key_grad, weight_grad = grads = _empty_grads((query, key, weight), need)
+    query_grad, key_grad, weight_grad = grads = allocate_grads((query, key, weight), need)
     _run_backward(problem, query, key, weight, grad, grads)
     return query_grad, key_grad, weight_grad
 
@@ -278,11 +278,6 @@ def _run_backward(
         smaller = problem._replace(query=queries.shape, key=keys.shape)
         _run_backward(smaller, queries, keys, weight, grad[part], (grads[0][part], grads[1][part], weight_grad))
     grads[2].add_(rest)
-
-
-def _empty_grads(tensors: Sequence[Tensor], need: Need) -> list[Tensor]:
-    pairs = zip(tensors, need, strict=True)
-    return [torch.empty(x.shape if wanted else 0, dtype=x.dtype, device=x.device) for x, wanted in pairs]
 
 
 def use_tiles(query: Tensor, weight: Tensor, bases: Sequence[str]) -> bool:
