@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import ahop_layers as ah
-from ahop_layers.association import FIXED, dot_product
+from ahop_layers.similarity.fixed import FIXED
 from benchmarks.paper.kernel_similarity import KernelModulation
 from benchmarks.paper.table import AdaptiveTableSimilarity
 
@@ -133,7 +133,7 @@ class Network(nn.Module):
         ``-|x - bias - pattern|^2`` it does not increase and is at least ``-log N``. U-Hop has no energy.
         """
         scores, separation, beta = self.scores(x), self.separation, self.beta
-        name, dot = getattr(separation, "name", None), self.similarity is dot_product
+        name, dot = getattr(separation, "name", None), self.similarity is FIXED["dot"]
         if isinstance(separation, Power):
             return -(scores ** (separation.degree + 1)).sum(-1) / (separation.degree + 1)
         if name == "softmax" or isinstance(separation, Exponential):
