@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+import ahop_layers as ah
 from benchmarks import pairs
 from benchmarks.harness.rows import read
 from benchmarks.paper.lookup import __main__ as command
 from benchmarks.paper.lookup import measure, networks
+from benchmarks.paper.lookup.layer import Lookup
 
 pytestmark = pytest.mark.slow
 
@@ -96,3 +98,13 @@ def test_queries_are_damaged_as_described():
     query = pairs.damage(origin, torch.Generator().manual_seed(1))
     assert abs((query == 0).float().mean() - 0.7) < 0.01
     assert abs((query - origin)[query != 0].std() - 0.5 / 8) < 0.002
+
+
+def test_a_lookup_reads_stored_values_and_leaves_instances_out():
+    stored = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
+    lookup = Lookup(stored, keep=1.0, blocks=[3, ah.Blocks(2, normalize=True)])
+    assert (lookup(stored) - stored).abs().max() < 0.1
+    other = lookup(stored, without=torch.arange(20))
+    assert ((other - stored).abs().amax(1) > 0.1).all()
+    trained = [name.rpartition(".")[2] for name, each in lookup.named_parameters() if each.requires_grad]
+    assert sorted(trained) == ["beta", "beta", "scaling", "w", "w"]
