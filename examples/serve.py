@@ -54,9 +54,11 @@ def as_rows(rows: list[list[float | None]]) -> torch.Tensor:
 
 
 def find(memory: ah.AssociativeMemory, rows: torch.Tensor, k: int) -> list[list[dict[str, Any]]]:
-    """Returns the hits of each query: their ids, scores and confidence."""
+    """Returns the hits of each query: their ids, scores and confidence, which is None unless the memory is fitted."""
     hits = memory.search(rows, k)
-    columns = zip(hits.ids, hits.scores.tolist(), hits.confidence.tolist(), strict=True)
+    confidence = hits.confidence
+    unknown = [[None] * k for _ in rows]
+    columns = zip(hits.ids, hits.scores.tolist(), unknown if confidence is None else confidence.tolist(), strict=True)
     names = ("id", "score", "confidence")
     return [[dict(zip(names, each, strict=True)) for each in zip(*row, strict=True)] for row in columns]
 

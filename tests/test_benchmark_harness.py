@@ -4,14 +4,12 @@ import mmap
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import kernels
 from benchmarks.harness.memory import CLEAR, peak, reset_peak
-from benchmarks.harness.report import PICTURES, picture_for
 from benchmarks.harness.rows import RESULTS, ResultTable, read, write
 
 pytestmark = pytest.mark.slow
@@ -86,13 +84,6 @@ def test_stored_results_keep_their_format(tmp_path):
     for path in RESULTS.glob("*.csv"):
         write(tmp_path / path.name, read(path))
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
-
-
-def test_only_results_of_the_project_are_drawn_in_the_documentation(tmp_path):
-    assert picture_for(RESULTS / "mil.csv", "mil") == PICTURES / "mil.svg"
-    assert picture_for(RESULTS / "retrieval_quick.csv", "retrieval") == RESULTS / "retrieval_quick.png"
-    assert picture_for(tmp_path / "mil.csv", "mil") == tmp_path / "mil.png"
-    assert picture_for(Path("elsewhere.csv"), "mil") == Path("elsewhere.png")
 
 
 @pytest.mark.skipif(not CLEAR.exists(), reason="peak memory is read from /proc")

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+import ahop_layers as ah
 from benchmarks.harness.rows import read
 from benchmarks.paper.lookup import __main__ as command
 from benchmarks.paper.lookup import measure, networks
+from benchmarks.paper.lookup.layer import Lookup
 
 pytestmark = pytest.mark.slow
 
@@ -75,3 +77,13 @@ def test_training_changes_the_lookup_and_the_rest():
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert {"lookup.layer.lookup_weights", "lookup.layer.target_weights"} <= same
     assert not {name for name in same if name.startswith("head.3") or ".w_" in name or name.endswith("scaling")}
+
+
+def test_a_lookup_reads_stored_values_and_leaves_instances_out():
+    stored = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
+    lookup = Lookup(stored, keep=1.0, blocks=[3, ah.Blocks(2, normalize=True)])
+    assert (lookup(stored) - stored).abs().max() < 0.1
+    other = lookup(stored, without=torch.arange(20))
+    assert ((other - stored).abs().amax(1) > 0.1).all()
+    trained = [name.rpartition(".")[2] for name, each in lookup.named_parameters() if each.requires_grad]
+    assert sorted(trained) == ["beta", "beta", "scaling", "w", "w"]

@@ -63,17 +63,13 @@ def test_the_command_stores_what_cells_print_and_return_and_removes_it(tmp_path)
 
 
 @pytest.mark.full
-def test_the_same_command_writes_the_same_bytes(tmp_path):
+def test_pictures_are_reproducible_and_their_examples_are_won_by_weights(tmp_path):
     for folder in ("first", "second"):
         pictures.main(["footprint", "--out", str(tmp_path / folder)])
     first, second = (path.read_bytes() for path in sorted(tmp_path.glob("*/footprint.svg")))
     assert first == second
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("make", "blocks"), [(pictures.example, None), (pictures.occluded_example, pictures.PATCHES)])
-def test_examples_are_won_by_weights_and_lost_by_distance(make, blocks):
-    query, keys, weights = make()
-    curves = ah.footprint(query[None], keys, base="dis", blocks=blocks)[0]
-    assert curves[0, -1] < curves[1, -1]
-    assert curves[0] @ weights > curves[1] @ weights
+    for make, blocks in ((pictures.example, None), (pictures.occluded_example, pictures.PATCHES)):
+        query, keys, weights = make()
+        curves = ah.footprint(query[None], keys, base="dis", blocks=blocks)[0]
+        assert curves[0, -1] < curves[1, -1]  # lost by distance
+        assert curves[0] @ weights > curves[1] @ weights

@@ -50,7 +50,7 @@ def test_clients_search_while_others_add_and_remove(served):
         number = torch.randint(40, (), generator=random[thread]).item()
         ((hit, second),) = post("search", rows=[[number + 0.1, None, *[number] * 4]], k=2)
         assert hit["id"] == f"row {number}"
-        assert 0 <= second["confidence"] <= hit["confidence"] <= 1
+        assert hit["score"] > second["score"]
 
     with repeated_in_threads(search, 4):
         for number in range(100, 130):
@@ -58,6 +58,17 @@ def test_clients_search_while_others_add_and_remove(served):
             if number % 2:
                 post("remove", ids=[f"row {number}"])
     assert memory.ids == [f"row {i}" for i in [*range(40), *range(100, 130, 2)]]
+
+
+def test_hits_of_a_fitted_memory_have_a_confidence(small_fit):
+    from examples.serve import find
+
+    rows = torch.rand(60, 8, generator=torch.Generator().manual_seed(0))
+    memory = ah.AssociativeMemory(rows, ids=range(60))
+    memory.fit(seed=0)
+    for number, (hit, second) in enumerate(find(memory, rows[:5], 2)):
+        assert hit["id"] == number
+        assert 0 <= second["confidence"] <= hit["confidence"] <= 1
 
 
 def test_a_refused_request_says_why(served):

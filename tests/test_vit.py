@@ -1,7 +1,5 @@
 """The vision transformer example and the image benchmark: data sets, attentions, conversion, pictures."""
 
-import gzip
-import io
 import os
 import pickle
 from pathlib import Path
@@ -40,43 +38,17 @@ def folder(tmp_path):
     return tmp_path
 
 
-BATCHES = [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]
-CIFAR = {
-    "cifar10": ("cifar-10-batches-py", b"label", BATCHES, "batches.meta"),
-    "cifar100": ("cifar-100-python", b"fine_label", ["train", "test"], "meta"),
-}
-
-
 @pytest.fixture
-def made(tmp_path, request):
-    """A data set of random pixels in the published file layout."""
-    rng = np.random.default_rng(0)
-
-    def write(path, content):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_bytes(content)
-
-    if request.param == "mnist":
-        for name in vit_data.MNIST_FILES:
-            shape = (8, 28, 28) if "images" in name else (8,)
-            head = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">i4").tobytes()
-            pixels = rng.integers(0, 10, shape).astype(np.uint8).tobytes()
-            write(f"MNIST/raw/{name}", gzip.compress(head + pixels))
-    elif request.param == "tiny-imagenet":
-        image = io.BytesIO()
-        Image.new("RGB", (64, 64)).save(image, "JPEG")
-        for path in [*(f"train/{name}/images/{n}" for name in ("n1", "n2") for n in range(6)), "val/images/v"]:
-            write(f"tiny-imagenet-200/{path}.JPEG", image.getvalue())
-        write("tiny-imagenet-200/wnids.txt", b"n2\nn1\n")
-        write("tiny-imagenet-200/val/val_annotations.txt", b"v.JPEG\tn2\t0\t0\t9\t9\n")
-    else:
-        folder, key, parts, meta = CIFAR[request.param]
-        for part in parts:
-            batch = {b"data": rng.integers(0, 256, (8, 3072)).astype(np.uint8), key + b"s": list(range(8))}
-            write(f"{folder}/{part}", pickle.dumps(batch, protocol=2))
-        names = {key + b"_names": [f"c{number}".encode() for number in range(10)]}
-        write(f"{folder}/{meta}", pickle.dumps(names, protocol=2))
-    return request.param, tmp_path
+def cifar10(tmp_path):
+    """CIFAR-10 of random pixels in the published file layout."""
+    home, rng = tmp_path / "cifar-10-batches-py", np.random.default_rng(0)
+    home.mkdir()
+    for part in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"):
+        batch = {b"data": rng.integers(0, 256, (8, 3072)).astype(np.uint8), b"labels": list(range(8))}
+        (home / part).write_bytes(pickle.dumps(batch, protocol=2))
+    names = {b"label_names": [f"c{number}".encode() for number in range(10)]}
+    (home / "batches.meta").write_bytes(pickle.dumps(names, protocol=2))
+    return home
 
 
 def command(folder, out, *more):
@@ -125,32 +97,14 @@ def test_maps_show_predictions_and_the_dot_product():
             np.testing.assert_allclose(shown.flatten(), weights[column].mean(0)[0, 1:], rtol=1e-4)
 
 
-@pytest.mark.parametrize("made", ["mnist", "cifar10", "cifar100", "tiny-imagenet"], indirect=True)
-def test_data_sets_in_their_published_layout_and_damaged(made):
-    name, where = made
-    data = vit_data.load(name, where)
-    assert data.train.images.dtype == torch.uint8
-    assert data.train.images.ndim == 4
-    assert len(data.train.images) == len(data.train.labels) > 0
-    if name == "cifar10":
-        first = pickle.loads((where / "cifar-10-batches-py" / "data_batch_1").read_bytes())
-        assert data.train.images[0].flatten().tolist() == first[b"data"][0].tolist()
-        assert data.classes[3] == "c3"
-    if name == "tiny-imagenet":
-        assert data.test.labels.tolist() == [1]  # classes are sorted by name
-    files = [path for path in sorted(where.rglob("*")) if path.is_file()]
-    for path in (files[0], files[-1]):
-        content = path.read_bytes()
-        path.write_bytes(b"\xff\xfe\xfa" * 9)
-        refuses(rf"^{name}: expected files as published in .*, got damaged ones \(", vit_data.load, name, where)
-        path.write_bytes(content)
-
-
-def test_a_pickle_with_code_is_refused(tmp_path):
-    path = tmp_path / "data_batch_1"
-    path.write_bytes(pickle.dumps(os.getcwd))
-    with pytest.raises(pickle.UnpicklingError, match=r"got posix\.getcwd"):
-        vit_data.load_plain(path)
+def test_published_files_are_read_and_damaged_ones_named(cifar10):
+    data = vit_data.load("cifar10", cifar10.parent)
+    first = pickle.loads((cifar10 / "data_batch_1").read_bytes())
+    assert data.train.images[0].flatten().tolist() == first[b"data"][0].tolist()
+    assert (len(data.train.labels), len(data.test.labels), data.classes[3]) == (40, 8, "c3")
+    for content in (b"\xff\xfe\xfa" * 9, pickle.dumps(os.getcwd)):  # the second one would run code
+        (cifar10 / "data_batch_1").write_bytes(content)
+        refuses(r"^cifar10: expected files as published in .*, got damaged", vit_data.load, "cifar10", cifar10.parent)
 
 
 def test_augmentation_shifts_and_flips_every_image_independently():
@@ -211,28 +165,6 @@ def test_training_benchmark(tmp_path, capsys):
     shown = run("report", "--picture", str(tmp_path / "drawn.svg"))
     assert "fraction of masked patches" in (tmp_path / "drawn.svg").read_text()
     assert "| none | " in shown
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ("--graphs", "--graphs captures CUDA graphs: expected --device cuda, got cpu"),
-    ("--attentions dot adaptiv", "attention must be one of adaptive, eager, kernel, sparse, dot"),
-    ("--attentions adaptive:typo", "options of adaptive must be among lr, last, init, debias, shared, blocks"),
-    ("--attentions adaptive:blocks=0", "blocks must be a positive integer"),
-])  # fmt: skip
-def test_what_cannot_be_measured_is_refused_at_once(options, message, capsys):
-    with pytest.raises(SystemExit):
-        images.parse(["throughput", "--device", "cpu", *options.split()])
-    assert message in capsys.readouterr().err
-
-
-def test_damaged_images_are_as_strong_as_they_say():
-    pixels, generator = torch.full((50, 3, 32, 32), 0.5), torch.Generator().manual_seed(0)
-    noisy, masked, biased = (damage(pixels, 0.25, generator) - 0.5 for damage in images_training.DAMAGES)
-    assert noisy.std() == pytest.approx(0.25, rel=0.01)
-    patches = (masked != 0).float().unfold(2, 4, 4).unfold(3, 4, 4).mean((1, 4, 5))
-    assert set(patches.unique().tolist()) == {0, 1}  # a patch goes as a whole, in all channels
-    assert patches.mean() == pytest.approx(0.25, abs=0.02)
-    assert biased[:, :, 0, 0].unique(dim=0).tolist() == [[0.25, -0.25, 0.25]]
 
 
 @pytest.mark.parametrize(("attention", "check"), [
