@@ -161,7 +161,7 @@ NETWORKS = {
     "dot": {"similarity": "dot"},
     "l1": {"similarity": "l1"},
     "adaptive": {"similarity": "adaptive"},
-    "blocks": {"bases": ("l1", ("near", 0.2)), "blocks": [ah.Blocks(4, normalize=True), None], "init": "uniform"},
+    "blocks": {"bases": ("l1", ("near", 0.2)), "blocks": ah.Blocks(4, normalize=True), "init": "uniform"},
     "patches": {"blocks": ah.patches(3, 4, 2), "debias": True},
 }
 
@@ -307,7 +307,7 @@ def test_modules_of_others_are_not_saved(rows, tmp_path):
 
 
 OPTIONS = {"debias": False, "init": "dot"}
-HEADS = OPTIONS | {"bases": ["dot"], "blocks": [[None, False]], "num_heads": 10**10}
+HEADS = OPTIONS | {"bases": ["dot"], "blocks": [None, False], "num_heads": 10**10}
 METADATA = {
     "newer": {"version": 99},
     "hostile": {"similarity": {"blocks": 3, "debias": "__import__('os')"}, "separation": 5},

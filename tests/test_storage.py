@@ -6,7 +6,7 @@ from new_tensors import LargestNewTensor
 
 import ahop_layers as ah
 
-BLOCKS = [ah.Blocks(torch.tensor([0, 1, 2, 3] * 4), normalize=True), None]
+BLOCKS = ah.Blocks(torch.tensor([0, 1, 2, 3] * 4), normalize=True)
 
 
 def make(count: int) -> ah.AssociativeMemory:
