@@ -136,10 +136,10 @@ def test_the_prepared_copy_is_kept_with_the_patterns():
 
 def test_large_memories_and_learned_patterns_have_no_copy(monkeypatch):
     memory = trained_memory(INTERLEAVED)
-    monkeypatch.setattr("ahop_layers.memory.search.KEPT_ELEMENTS", 30 * 8 - 1)
+    monkeypatch.setattr("ahop_layers.memory.search.PREPARED_ELEMENTS", 30 * 8 - 1)
     assert memory._scorer()._prepared() is None
     check_scores(memory)
-    monkeypatch.setattr("ahop_layers.memory.search.KEPT_ELEMENTS", 30 * 8)
+    monkeypatch.setattr("ahop_layers.memory.search.PREPARED_ELEMENTS", 30 * 8)
     assert memory._scorer()._prepared() is not None
     memory.patterns.requires_grad_()
     memory.scores(torch.randn(2, 8)).sum().backward()

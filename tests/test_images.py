@@ -174,5 +174,5 @@ def test_the_views_of_stored_images_are_kept_until_they_change(monkeypatch):
     torch.testing.assert_close(memory.scores(query), memory.similarity(query, images.flatten(1)))
     memory.add(torch.rand(1, 8, 8))
     assert {len(view) for view in views()} == {21}
-    monkeypatch.setattr("ahop_layers.memory.search.KEPT_ELEMENTS", 1000)
+    monkeypatch.setattr("ahop_layers.memory.search.PREPARED_ELEMENTS", 1000)
     assert views() is None
