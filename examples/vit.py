@@ -90,9 +90,6 @@ class VisionTransformer(nn.Module):
         self.layers = nn.Sequential(
             *(nn.TransformerEncoderLayer(width, heads, 4 * width, **options) for _ in range(depth))
         )
-        for part in self.layers.modules():
-            if isinstance(part, nn.Linear):
-                nn.init.trunc_normal_(part.weight, std=0.02)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
