@@ -6,10 +6,12 @@ import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from scipy.io import savemat
 
-from benchmarks import kernels
+from benchmarks import kernels, wifi
 from benchmarks.harness.memory import CLEAR, peak, reset_peak
 from benchmarks.harness.report import PICTURES, picture_for
 from benchmarks.harness.rows import RESULTS, ResultTable, read, write
@@ -38,12 +40,11 @@ def test_every_command_prints_its_help(name, monkeypatch, capsys):
     ("paper.tabular", "--sets bank --models M-Hop --device cpu", "tabular/bank-full.csv.xz"),
     ("paper.lookup", "--quick --parts faces", "yale_b.npz"),
     ("search", "--data faces", "yale_b.npz"),
-    ("positioning", "--sets DSI2", "DSI2.mat"),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the module may be imported already
 def test_missing_data_is_named(name, options, file, tmp_path, monkeypatch):
-    folder = ["--data" if name == "positioning" else "--data-dir", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [name, *options.split(), *folder, "--output", str(tmp_path / "rows.csv")])
+    paths = ["--data-dir", str(tmp_path), "--output", str(tmp_path / "rows.csv")]
+    monkeypatch.setattr(sys, "argv", [name, *options.split(), *paths])
     with pytest.raises(SystemExit, match=rf"{re.escape(file)}[\s\S]*docs/data\.md"):
         runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     assert not (tmp_path / "rows.csv").exists()
@@ -147,3 +148,14 @@ def test_only_without_a_matching_case_is_refused(options, message, tmp_path, run
         run("--only", *options)
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_wifi_signals_that_are_not_heard_are_unknown(tmp_path):
+    parts = {f"{part}{name}": np.full((count, width), value) for part, count in (("training", 4), ("test", 3))
+             for name, width, value in (("Macs", 7, -60.0), ("Labels", 5, 2.5))}  # fmt: skip
+    parts["testMacs"][1, 2] = wifi.NOT_HEARD
+    savemat(tmp_path / "DSI1.mat", {"database": parts})
+    data = wifi.load(tmp_path, "DSI1")
+    assert [each.shape for each in data] == [(4, 7), (4, 3), (3, 7), (3, 3)]
+    assert np.argwhere(np.isnan(data.asked)).tolist() == [[1, 2]]
+    assert np.nanmax(data.asked) == -60

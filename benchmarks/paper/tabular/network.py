@@ -13,7 +13,7 @@ from ahop_layers.association import dot_product
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.presets import KernelModulation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.tabular.rows import CHUNK
+from benchmarks.paper.tabular.rows import CHUNK
 
 FEW_VALUES = 128  # a feature with at most this many distinct values has a knot at each of them
 

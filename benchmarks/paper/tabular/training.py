@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError
-from ahop_layers.tabular.rows import Examples, apply_in_chunks
 from ahop_layers.training import warmup_cosine
 from benchmarks.paper.tabular.network import CaseNetwork
+from benchmarks.paper.tabular.rows import Examples, apply_in_chunks
 
 # The mean loss of fewer held-out rows is too noisy to choose an epoch by.
 MIN_HELD_OUT = 10
