@@ -11,15 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import accelerators
-from sklearn.model_selection import StratifiedKFold
 
-from examples import demo, mil, multimodal, retrieval, search, tabular, tokens, vit
+from examples import demo, mil, multimodal, retrieval, search, tokens, vit
 from examples.common import command, outputs, training
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (demo, mil, multimodal, retrieval, search, tabular, tokens, vit)
+    module.__name__.rpartition(".")[2]: module for module in (demo, mil, multimodal, retrieval, search, tokens, vit)
 }
 SMALL = ["--patterns", "20", "--epochs", "1"]
 
@@ -69,17 +67,6 @@ def test_answers_are_marked_as_right_or_wrong():
     drawn = outputs.draw_rows(rows, lambda axis, _: axis.plot([0]), 1, 1, {"answer": torch.tensor([True, False])})
     signs = [[text.get_text() for text in axis.texts] for axis in drawn.axes]
     assert signs == [[], [], ["\u2713"], ["\u2717"]]
-
-
-@pytest.mark.full
-def test_tabular(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tabular, "StratifiedKFold", lambda _, **keywords: StratifiedKFold(2, **keywords))
-    accuracy = tabular.main(["--out", str(tmp_path)])
-    shown = capsys.readouterr().out
-    assert {"adaptive memory", "gradient boosting"} <= set(accuracy)
-    assert all(f"{name:<22}{value:>10.3f}" in shown for name, value in accuracy.items())
-    assert min(accuracy.values()) > 0.8
-    assert (tmp_path / "cases.png").stat().st_size > 10_000
 
 
 def test_the_table_is_shown_even_if_the_picture_cannot_be_written(tmp_path, monkeypatch, capsys):
