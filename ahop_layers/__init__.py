@@ -34,7 +34,9 @@ __all__ = [
 ]  # fmt: skip
 
 # Modules that are imported on first access, and the package that each one needs then.
-_ON_DEMAND = {"metric_learning": "pytorch_metric_learning", "plots": "torch", "tabular": "sklearn", "torchmil": "torch"}
+_ON_DEMAND = {
+    "metric_learning": "pytorch_metric_learning", "neighbors": "sklearn", "plots": "torch", "torchmil": "torch",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> ModuleType:
