@@ -120,6 +120,8 @@ def test_kernels_replaces_the_rows_of_its_cases_in_place(tmp_path, monkeypatch, 
     complete = run()  # removes rows of former cases
     assert [(row["case"], row["pass"]) for row in complete] == [(row["case"], row["pass"]) for row in [*foreign, *rows]]
     with pytest.raises(SystemExit):
+        run("--only", "d 512")
+    assert f"expected a part of one of these names: {cases[0].name}; " in capsys.readouterr().err
 
 
 def test_wifi_signals_that_are_not_heard_are_unknown(tmp_path):
