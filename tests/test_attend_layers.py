@@ -112,8 +112,8 @@ class Rescored(ah.AdaptiveSimilarity):
 
 
 class Doubled(ah.AdaptiveSimilarity):
-    def forward(self, query, key, arranged=None):
-        return 2 * super().forward(query, key, arranged)
+    def forward(self, query, key):
+        return 2 * super().forward(query, key)
 
 
 def hooked(module):

@@ -305,13 +305,29 @@ def call_operator(name: str, *args: Any) -> Any:
 
 
 def _is_plain_call(args: Sequence[Any]) -> bool:
-    """Returns whether no compiler, tracer, transform or mode observes a call, and its tensors are ordinary ones."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or is_transformed():
+    """Returns whether no compiler, tracer, profiler or mode observes a call of eager CPU or CUDA tensors.
+
+    A tensor subclass, a transform of torch.func or a lazy negation shows in the dispatch keys of a tensor.
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
-    if torch._C._get_tracing_state() is not None:
+    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
         return False
     tensors = [each for each in args if isinstance(each, Tensor)]
-    return all(type(each) in (Tensor, nn.Parameter) and not each.is_neg() for each in tensors)
+    plain = _plain_keys(tensors[0].device.type)
+    return all(torch._C._dispatch_keys(each).raw_repr() in plain for each in tensors)
+
+
+@lru_cache(maxsize=None)
+def _plain_keys(device: str) -> frozenset[int]:
+    """Returns the dispatch keys of ordinary tensors and of inference tensors on a device."""
+    if device not in ("cpu", "cuda"):
+        return frozenset()
+    with torch.inference_mode(False):
+        tensors = [torch.empty(0, device=device)]
+    with torch.inference_mode():
+        tensors.append(torch.empty(0, device=device))
+    return frozenset(torch._C._dispatch_keys(tensor).raw_repr() for tensor in tensors)
 
 
 def register(name: str, schema: str, kernel: Any, fake: Any) -> None:
