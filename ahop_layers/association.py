@@ -118,15 +118,12 @@ def _as_mask(name: str, mask: object, *layouts: tuple[str, tuple[int, ...], tupl
 class Stored(Protocol):
     """Stored keys and values in some memory layout.
 
-    States are ``(N, H, L, d)``, and N may be 1 where all samples share them. Scores and weights have the shape of the
-    layout, which only the layout interprets.
+    States are ``(N, H, L, d)``, and N may be 1 where all samples share them. Weights have the shape of the layout,
+    which only the layout interprets.
     """
 
-    def score(self, state: Tensor, score: Similarity) -> Tensor:
-        """Scores the states against the keys."""
-
-    def separate(self, scores: Tensor, separation: Separation) -> Tensor:
-        """Turns the scores of each query into weights."""
+    def weigh(self, state: Tensor, score: Similarity, separation: Separation) -> Tensor:
+        """Turns the scores of the states against the keys into weights."""
 
     def next_state(self, weights: Tensor) -> Tensor:
         """Sums the weighted keys: ``(N, H, L, d)``."""
@@ -155,12 +152,9 @@ class Padded:
     def __init__(self, key: Tensor, value: Tensor, mask: Mask | None = None) -> None:
         self.key, self.value, self.mask = key, value, mask
 
-    def score(self, state: Tensor, score: Similarity) -> Tensor:
-        """Scores the states against the keys: ``(N, H, L, S)``."""
-        return score(state, per_query_head(self.key, state.shape[1]))
-
-    def separate(self, scores: Tensor, separation: Separation) -> Tensor:
-        """Turns masked scores into weights along the last axis."""
+    def weigh(self, state: Tensor, score: Similarity, separation: Separation) -> Tensor:
+        """Turns the masked scores of the states against the keys into weights: ``(N, H, L, S)``."""
+        scores = score(state, per_query_head(self.key, state.shape[1]))
         scores = scores if self.mask is None else self.mask.apply(scores)
         return separation(scores, masked=self.mask is not None)
 
@@ -221,7 +215,7 @@ def associate(
             return readout, None
 
     def weigh(state: Tensor) -> Tensor:
-        return stored.separate(stored.score(state, lambda query, key: score(query, key) * scaling), separation)
+        return stored.weigh(state, lambda query, key: score(query, key) * scaling, separation)
 
     weights = iterate(query, weigh, stored.next_state, stored.change, steps, eps)
     return stored.read(functional.dropout(weights, dropout)), weights if need_weights else None

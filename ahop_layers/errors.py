@@ -170,19 +170,11 @@ def check_numbers(rule: str, **numbers: object) -> None:
 FINITE_BLOCK = 2**21  # number of elements that are read at once
 
 
-def check_finite_rows(**matrices: Tensor) -> None:
-    """Raises with the index of the first row that holds NaN or infinity, if a matrix ``(N, d)`` has one.
-
-    Reads a matrix in chunks to bound memory, and synchronizes once.
-    """
-    for name, matrix in matrices.items():
-        row = _first_row(matrix, lambda chunk: ~chunk.isfinite())
-        if row is not None:
-            raise AHopError(f"{name} must be finite, got NaN or infinity in row {row}")
-
-
 def has_unknown(**matrices: Tensor) -> bool:
-    """Returns whether a matrix ``(N, d)`` holds NaN; raises if one holds infinity, or a row without a known value."""
+    """Returns whether a matrix ``(N, d)`` holds NaN; raises if one holds infinity, or a row without a known value.
+
+    Reads a matrix in chunks to bound memory.
+    """
     unknown = False
     for name, matrix in matrices.items():
         if _first_row(matrix, lambda chunk: ~chunk.isfinite()) is None:

@@ -131,8 +131,8 @@ class Packed:
         """Computes part 1 or 2 (keys, values) of instances: ``(rows, E) -> (rows, H, d)``."""
         return rearrange(self.heads(self.normalize(instances[None], part), part), "1 h t d -> t h d")
 
-    def score(self, state: Tensor, score: Similarity) -> Tensor:
-        """Scores the states ``(1 or N, H, Q, d)`` against the keys of their bags."""
+    def weigh(self, state: Tensor, score: Similarity, separation: Separation) -> Tensor:
+        """Turns the scores of the states ``(1 or N, H, Q, d)`` against the keys of their bags into weights."""
 
         def of_slice(state: Tensor, part: Tensor) -> Tensor:
             return score_shared(state, self.project(part, 1), score)
@@ -141,13 +141,9 @@ class Packed:
             scores = torch.cat([self._compute(of_slice, state, part) for part in self.parts])
         else:
             scores = self.bags.score(state, self.keys, score)
-        if self.places is None:
-            return scores
-        zero = score(state, torch.zeros_like(state[:1, :, :1])).squeeze(-1)
-        return self.extended.spread(zero.expand(self.bags.sizes.shape[0], -1, -1)).index_copy(0, self.places, scores)
-
-    def separate(self, scores: Tensor, separation: Separation) -> Tensor:
-        """Turns the scores of each bag into weights."""
+        if self.places is not None:
+            zero = score(state, torch.zeros_like(state[:1, :, :1])).squeeze(-1).expand(len(self.bags.sizes), -1, -1)
+            scores = self.extended.spread(zero).index_copy(0, self.places, scores)
         return separation(scores, groups=self.extended)
 
     def next_state(self, weights: Tensor) -> Tensor:
