@@ -472,7 +472,7 @@ def test_prepared_keys_and_explanations_give_the_scores(blocks):
     similarity.fix_scales_(key)
     scores = similarity(query, key)
     if protocol.sources(similarity):
-        prepared = protocol.prepare(similarity, key)
+        prepared = similarity.prepare(key)
         torch.testing.assert_close(protocol.score(similarity, query, key, prepared=prepared), scores)
     torch.testing.assert_close(protocol.explain(similarity, query, key).sum(-1), scores.diagonal().detach())
     subset = ah.AdaptiveSimilarity(12, 2, blocks=blocks)

@@ -18,7 +18,7 @@ from ahop_layers.errors import (
     describe,
     refuse_script,
 )
-from ahop_layers.ops.operators import score_pairs
+from ahop_layers.ops.operators import adaptive_similarity
 from ahop_layers.ops.reference import BASES, block_sums, check_bases, fold, known_blocks, pair_values, stretched, unfold
 from ahop_layers.similarity.blocks import (
     Blocks,
@@ -277,7 +277,8 @@ class AdaptiveSimilarity(nn.Module):
         """Computes the scores of a query without bias."""
         weight = self.footprint_weight()
         query, key, numbers = self._arranged(query, key, missing, prepared)
-        return score_pairs(query, key, weight, self.names, numbers, self.widths, missing and self.norm is None)
+        missing = missing and self.norm is None
+        return adaptive_similarity(query, key, weight, self.names, numbers, widths=self.widths, missing=missing)
 
     def _arranged(
         self, query: Tensor, key: Tensor, missing: bool = False, prepared: Sequence[Tensor] | None = None
