@@ -60,11 +60,6 @@ def check_seed(**seeds: object) -> None:
             raise AHopError(f"{name} must be an integer of 64 bits, got {seed!r}")
 
 
-def check_probability(**values: object) -> None:
-    """Raises unless every value is a number between 0 and 1."""
-    check_numbers("a number between 0 and 1", **values)
-
-
 def check_floating(**tensors: object) -> None:
     """Raises unless every argument is a floating-point tensor of a supported dtype."""
     for name, tensor in tensors.items():

@@ -63,7 +63,7 @@ def test_a_model_that_is_not_adapted_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("make", "options", "message"), [
-    (encoder, {"blocks": 2}, r"self_attn\.similarity must be .*'blocks': 2.* got .*'blocks': 4"),
+    (encoder, {"blocks": 2}, r"self_attn\.similarity must be .*'blocks': '2'.* got .*'blocks': '4'"),
     (encoder, {"bases": ("dot",), "blocks": 4}, r"'bases': \['dot'\].* got .*'bases': \['dis', 'dot'\]"),
     (lambda: encoder(3), {"blocks": 4}, r"got layers\.2\.self_attn\.similarity in the model only"),
     (lambda: encoder(1), {"blocks": 4}, r"got layers\.1\.self_attn\.similarity in the file only"),
