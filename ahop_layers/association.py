@@ -50,16 +50,12 @@ class Mask(NamedTuple):
             scores = scores.masked_fill(_triangle(scores.shape[-2], scores.shape[-1], scores.device), -torch.inf)
         return scores if self.blocked is None else scores.masked_fill(self.blocked, -torch.inf)
 
-    def join(self, other: "Mask") -> "Mask":
-        """Combines two masks of the same keys into one."""
-        blocked, added = _join(torch.logical_or, self.blocked, other.blocked), _join(torch.add, self.added, other.added)
-        return Mask(blocked, added, self.causal or other.causal)
-
     def grow(self, query: Tensor, key: Tensor) -> "Mask":
         """Appends one key that every query may use to the mask of ``query (..., L, d)`` and ``key (..., S, d)``."""
         blocked, added, causal = self
         if causal:
-            blocked = _join(torch.logical_or, blocked, _triangle(query.shape[-2], key.shape[-2], key.device))
+            triangle = _triangle(query.shape[-2], key.shape[-2], key.device)
+            blocked = triangle if blocked is None else blocked | triangle
         blocked, added = (None if part is None else functional.pad(part, (0, 1)) for part in (blocked, added))
         return Mask(blocked, added)
 
@@ -67,12 +63,6 @@ class Mask(NamedTuple):
 def _triangle(length: int, keys: int, device: torch.device) -> Tensor:
     """Returns the pairs that a causal mask excludes, a bool tensor ``(length, keys)``."""
     return torch.ones(length, keys, dtype=torch.bool, device=device).triu(1)
-
-
-def _join(combine: Callable[[Tensor, Tensor], Tensor], first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return combine(first, second)
 
 
 def combine_masks(
@@ -87,32 +77,32 @@ def combine_masks(
     ``(N, H, L, S)``, and error messages call the arguments by ``names``.
     """
     n, h, length, keys = shape
-    parts = []
+    masks = []
     if association is not None:
         layouts = ("(L, S)", (length, keys), (1, 1, length, keys)), ("(N * heads, L, S)", (n * h, length, keys), shape)
-        parts.append(_as_mask(names[1], association, *layouts))
+        masks.append(_read_mask(names[1], association, *layouts))
     if padding is not None:
-        parts.append(_as_mask(names[0], padding, ("(N, S)", (n, keys), (n, 1, 1, keys))))
-    return reduce(Mask.join, parts) if parts else None
+        masks.append(_read_mask(names[0], padding, ("(N, S)", (n, keys), (n, 1, 1, keys))))
+    blocked = [mask for mask in masks if not mask.is_floating_point()]
+    added = [mask for mask in masks if mask.is_floating_point()]
+    both = reduce(torch.logical_or, blocked) if blocked else None, reduce(torch.add, added) if added else None
+    return Mask(*both) if masks else None
 
 
-def _as_mask(name: str, mask: object, *layouts: tuple[str, tuple[int, ...], tuple[int, ...]]) -> Mask:
-    """Reads a mask by its dtype; a layout has a name, the shape of a mask, and the shape that broadcasts to scores."""
+def _read_mask(name: str, mask: object, *layouts: tuple[str, tuple[int, ...], tuple[int, ...]]) -> Tensor:
+    """Returns a mask that broadcasts to scores; a layout has a name, the shape of a mask, and the resulting shape."""
     if not isinstance(mask, Tensor):
         raise AHopError(f"{name} must be a tensor or None, got {type(mask).__name__}")
     wide = next((wide for _, shape, wide in layouts if tuple(mask.shape) == shape), None)
     if wide is None:
         expected = " or ".join(f"{layout} = {shape}" for layout, shape, _ in layouts)
         raise AHopError(f"{name} must be {expected}, got {describe(mask)}")
-    mask = mask.reshape(wide)
-    if mask.is_floating_point():
-        return Mask(added=mask)
     if mask.dtype == torch.uint8:
         warnings.warn(f"a uint8 {name} is deprecated, use bool", DeprecationWarning, stacklevel=3)
-        return Mask(blocked=mask.bool())
-    if mask.dtype != torch.bool:
+        mask = mask.bool()
+    if not (mask.is_floating_point() or mask.dtype == torch.bool):
         raise AHopError(f"{name} must have dtype bool or a floating-point dtype, got {mask.dtype}")
-    return Mask(blocked=mask)
+    return mask.reshape(wide)
 
 
 class Stored(Protocol):
