@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,12 +76,6 @@ def check_module(**modules: object) -> None:
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
             raise AHopError(f"{name} must be a module, got {type(module).__name__}")
-
-
-def refuse_script(module: nn.Module) -> NoReturn:
-    """Raises an AHopError; as ``__prepare_scriptable__`` of a module, ``torch.jit.script`` calls it."""
-    name = type(module).__name__
-    raise AHopError(f"torch.jit.script does not support {name}: use torch.compile or torch.export instead")
 
 
 def check_same_device(**tensors: Any) -> None:

@@ -14,9 +14,7 @@ from test_hopfield import WITHOUT_PARAMETERS
 from torch import nn
 
 from ahop_layers import (
-    AdaptiveAttention,
     AdaptiveSimilarity,
-    AssociativeMemory,
     adapt_,
     hopfield,
     similarity_parameters,
@@ -160,13 +158,6 @@ def test_errors_name_an_argument_of_the_wrong_type(adaptive):
         refuses(f"input must be a tensor.* got {message}", layer.get_association_matrix, bad)
     for name in ("stored_pattern_padding_mask", "association_mask"):
         refuses(f"{name} must be a tensor or None, got list", layer, torch.randn(2, 3, 8), **{name: [[True]]})
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_torch_jit_script_raises():
-    plain, memory = hopfield.HopfieldLayer(8), AssociativeMemory(torch.randn(4, 8))
-    for layer in (AdaptiveSimilarity(8), plain, memory, nn.Sequential(nn.Linear(8, 8), AdaptiveAttention(8, 2))):
-        refuses(r"torch\.jit\.script does not support \w+: use torch\.compile or", torch.jit.script, layer)
 
 
 @pytest.mark.parametrize("name", ADAPTIVE)

@@ -89,7 +89,9 @@ def test_another_class_of_layer_is_refused(tmp_path):
     for model in (first, second):
         ah.adapt_(model)
     ah.save_similarities(first, tmp_path / "a")
-    refuses(r"'layer': .*Other.* got .*'layer': 'torch.*MultiheadAttention", ah.load_similarities, second, tmp_path / "a")
+    refuses(
+        r"'layer': .*Other.* got .*'layer': 'torch.*MultiheadAttention", ah.load_similarities, second, tmp_path / "a"
+    )
 
 
 def test_unknown_shapes_are_refused(tmp_path):
