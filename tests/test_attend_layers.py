@@ -410,14 +410,3 @@ def test_transformers_without_weights(calls):
     vit.config.output_attentions = True
     assert [each.shape for each in vit(x).attentions] == shapes
     assert len(calls) == 3
-
-
-@pytest.mark.slow
-def test_timm_without_weights(calls):
-    sizes = {"img_size": 32, "depth": 2, "embed_dim": 48, "num_heads": 3, "num_classes": 4}
-    model = framework("timm").create_model("vit_tiny_patch16_224", **sizes).eval()
-    x = torch.randn(2, 3, 32, 32)
-    expected = model(x)
-    ah.adapt_(model)
-    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
-    assert len(calls) == 2

@@ -338,19 +338,6 @@ def test_frozen_parameters_may_be_removed_before_revert():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_only_a_whole_state_dict_of_the_original_resets_the_similarity():
-    for options, initial in (({}, ah.AdaptiveSimilarity(4, 4).w), ({"similarity": Scaled}, None)):
-        model = nn.MultiheadAttention(16, 4)
-        whole = model.state_dict()
-        ah.adapt_(model, **options)
-        learned = next(model.similarity.parameters())
-        nn.init.constant_(learned, 3.0)
-        assert model.load_state_dict({"out_proj.bias": torch.ones(16)}, strict=False).missing_keys
-        assert (learned == 3).all()
-        model.load_state_dict(whole)
-        assert (learned == 3).all() if initial is None else torch.equal(learned, initial)  # or has no initial values
-
-
 def test_a_checkpoint_initializes_the_similarities_of_a_model_on_meta():
     checkpoint = encoder().state_dict()
     with torch.device("meta"):

@@ -174,17 +174,6 @@ def test_the_weights_that_hflayers_draws_with_seed_0():
     torch.testing.assert_close(layer.lookup_weights[0, 1], RECORDED[1])
 
 
-def test_the_names_of_hflayers():
-    import ahop_layers.hflayers as hflayers
-    from ahop_layers.hflayers.activation import HopfieldCore
-
-    assert (hflayers.Hopfield, hflayers.HopfieldLayer, hflayers.HopfieldPooling) == tuple(ADAPTIVE.values())
-    assert isinstance(hflayers.Hopfield(8).association_core, HopfieldCore)
-    core = HopfieldCore(8, 2)
-    output, weights, *_ = core(*[torch.randn(5, 3, 8)] * 3)
-    assert (output.shape, weights.shape) == ((5, 3, 8), (3, 5, 5))
-
-
 PROJECT = """
 import hflayers
 from hflayers import Hopfield, HopfieldLayer, HopfieldPooling
