@@ -1,14 +1,14 @@
 """The path from queries to a readout: score, scale, separate, drop, read, and repeat for each update step.
 
 :func:`associate` is the only statement of this path, for dot products and learned similarities alike. It does not know
-how the stored patterns are arranged in memory: a :class:`Stored` does, either a padded batch (:class:`Padded`) or bags
-without padding (:class:`ahop_layers.packed.Packed`).
+how the stored patterns are arranged in memory: either as a padded batch (:class:`Padded`), or as bags without padding
+(:class:`ahop_layers.packed.Packed`), which have the same methods.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ahop_layers.errors import AHopError, describe
 from ahop_layers.ops.attend import attend, is_large
 from ahop_layers.ops.operators import has_hooks, is_transformed
 from ahop_layers.ops.sliced import per_query_head
+from ahop_layers.packed import Packed
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from ahop_layers.similarity.fixed import dot_product
@@ -105,26 +106,6 @@ def _read_mask(name: str, mask: object, *layouts: tuple[str, tuple[int, ...], tu
     return mask.reshape(wide)
 
 
-class Stored(Protocol):
-    """Stored keys and values in some memory layout.
-
-    States are ``(N, H, L, d)``, and N may be 1 where all samples share them. Weights have the shape of the layout,
-    which only the layout interprets.
-    """
-
-    def weigh(self, state: Tensor, score: Similarity, separation: Separation) -> Tensor:
-        """Turns the scores of the states against the keys into weights."""
-
-    def next_state(self, weights: Tensor) -> Tensor:
-        """Sums the weighted keys: ``(N, H, L, d)``."""
-
-    def read(self, weights: Tensor) -> Tensor:
-        """Sums the weighted values: ``(N, H, L, e)``."""
-
-    def change(self, weights: Tensor, before: Tensor) -> Tensor:
-        """Computes the norm of the difference of two sets of weights: ``(N, H)``."""
-
-
 def change(weights: Tensor, before: Tensor) -> Tensor:
     """Computes the norm of the difference of two sets of weights: ``(N, H, L, S) -> (N, H)``."""
     return (weights - before).square().sum((-2, -1)).sqrt()
@@ -161,7 +142,7 @@ class Padded:
 
 def associate(
     query: Tensor,
-    stored: Stored,
+    stored: Padded | Packed,
     *,
     score: Similarity = dot_product,
     separation: Separation,
@@ -258,7 +239,7 @@ def iterate(
 ) -> Tensor:
     """Updates the states ``(N, H, L, d)`` until ``steps`` is reached or the weights converge; returns the last weights.
 
-    ``weigh`` computes the weights of the states. :class:`Stored` documents ``next_state`` and ``change``,
+    ``weigh`` computes the weights of the states. :class:`Padded` documents ``next_state`` and ``change``,
     :func:`associate` documents ``steps`` and ``eps``.
     """
     limits = [steps] * state.shape[1] if steps is None or isinstance(steps, int) else list(steps)

@@ -87,8 +87,8 @@ class PackedPatterns(NamedTuple):
 class Packed:
     """The keys and values of packed bags; weights are ``(total, H, Q)``.
 
-    It implements :class:`~ahop_layers.association.Stored`. Keys and values are computed in slices to bound memory. In
-    training they are recomputed for their gradients. A bag may span several slices.
+    It has the methods of :class:`~ahop_layers.association.Padded`. Keys and values are computed in slices to bound
+    memory. In training they are recomputed for their gradients. A bag may span several slices.
 
     Args:
         patterns: the bags.

@@ -17,7 +17,7 @@ PACKAGE = Path(ah.__file__).parent
 
 # A module or folder imports only from entries above it in this list. Imports inside a folder must not be cyclic.
 LAYOUT = """
-    errors files ops separation similarity association packed training hopfield hflayers attention convert memory
+    errors files ops separation similarity packed association training hopfield hflayers attention convert memory
     neighbors torchmil plots
 """.split()  # noqa: SIM905 - the list reads as the folder does
 
