@@ -1,14 +1,14 @@
 """The path from queries to a readout: score, scale, separate, drop, read, and repeat for each update step.
 
 :func:`associate` is the only statement of this path, for dot products and learned similarities alike. It does not know
-how the stored patterns are arranged in memory: a :class:`Stored` does, either a padded batch (:class:`Padded`) or bags
-without padding (:class:`ahop_layers.packed.Packed`).
+how the stored patterns are arranged in memory: either as a padded batch (:class:`Padded`), or as bags without padding
+(:class:`ahop_layers.packed.Packed`), which have the same methods.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ahop_layers.errors import AHopError, describe
 from ahop_layers.ops.attend import attend, is_large
 from ahop_layers.ops.operators import has_hooks, is_transformed
 from ahop_layers.ops.sliced import per_query_head
+from ahop_layers.packed import Packed
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from ahop_layers.similarity.fixed import dot_product
@@ -50,16 +51,12 @@ class Mask(NamedTuple):
             scores = scores.masked_fill(_triangle(scores.shape[-2], scores.shape[-1], scores.device), -torch.inf)
         return scores if self.blocked is None else scores.masked_fill(self.blocked, -torch.inf)
 
-    def join(self, other: "Mask") -> "Mask":
-        """Combines two masks of the same keys into one."""
-        blocked, added = _join(torch.logical_or, self.blocked, other.blocked), _join(torch.add, self.added, other.added)
-        return Mask(blocked, added, self.causal or other.causal)
-
     def grow(self, query: Tensor, key: Tensor) -> "Mask":
         """Appends one key that every query may use to the mask of ``query (..., L, d)`` and ``key (..., S, d)``."""
         blocked, added, causal = self
         if causal:
-            blocked = _join(torch.logical_or, blocked, _triangle(query.shape[-2], key.shape[-2], key.device))
+            triangle = _triangle(query.shape[-2], key.shape[-2], key.device)
+            blocked = triangle if blocked is None else blocked | triangle
         blocked, added = (None if part is None else functional.pad(part, (0, 1)) for part in (blocked, added))
         return Mask(blocked, added)
 
@@ -67,12 +64,6 @@ class Mask(NamedTuple):
 def _triangle(length: int, keys: int, device: torch.device) -> Tensor:
     """Returns the pairs that a causal mask excludes, a bool tensor ``(length, keys)``."""
     return torch.ones(length, keys, dtype=torch.bool, device=device).triu(1)
-
-
-def _join(combine: Callable[[Tensor, Tensor], Tensor], first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return combine(first, second)
 
 
 def combine_masks(
@@ -87,55 +78,32 @@ def combine_masks(
     ``(N, H, L, S)``, and error messages call the arguments by ``names``.
     """
     n, h, length, keys = shape
-    parts = []
+    masks = []
     if association is not None:
         layouts = ("(L, S)", (length, keys), (1, 1, length, keys)), ("(N * heads, L, S)", (n * h, length, keys), shape)
-        parts.append(_as_mask(names[1], association, *layouts))
+        masks.append(_read_mask(names[1], association, *layouts))
     if padding is not None:
-        parts.append(_as_mask(names[0], padding, ("(N, S)", (n, keys), (n, 1, 1, keys))))
-    return reduce(Mask.join, parts) if parts else None
+        masks.append(_read_mask(names[0], padding, ("(N, S)", (n, keys), (n, 1, 1, keys))))
+    blocked = [mask for mask in masks if not mask.is_floating_point()]
+    added = [mask for mask in masks if mask.is_floating_point()]
+    both = reduce(torch.logical_or, blocked) if blocked else None, reduce(torch.add, added) if added else None
+    return Mask(*both) if masks else None
 
 
-def _as_mask(name: str, mask: object, *layouts: tuple[str, tuple[int, ...], tuple[int, ...]]) -> Mask:
-    """Reads a mask by its dtype; a layout has a name, the shape of a mask, and the shape that broadcasts to scores."""
+def _read_mask(name: str, mask: object, *layouts: tuple[str, tuple[int, ...], tuple[int, ...]]) -> Tensor:
+    """Returns a mask that broadcasts to scores; a layout has a name, the shape of a mask, and the resulting shape."""
     if not isinstance(mask, Tensor):
         raise AHopError(f"{name} must be a tensor or None, got {type(mask).__name__}")
     wide = next((wide for _, shape, wide in layouts if tuple(mask.shape) == shape), None)
     if wide is None:
         expected = " or ".join(f"{layout} = {shape}" for layout, shape, _ in layouts)
         raise AHopError(f"{name} must be {expected}, got {describe(mask)}")
-    mask = mask.reshape(wide)
-    if mask.is_floating_point():
-        return Mask(added=mask)
     if mask.dtype == torch.uint8:
         warnings.warn(f"a uint8 {name} is deprecated, use bool", DeprecationWarning, stacklevel=3)
-        return Mask(blocked=mask.bool())
-    if mask.dtype != torch.bool:
+        mask = mask.bool()
+    if not (mask.is_floating_point() or mask.dtype == torch.bool):
         raise AHopError(f"{name} must have dtype bool or a floating-point dtype, got {mask.dtype}")
-    return Mask(blocked=mask)
-
-
-class Stored(Protocol):
-    """Stored keys and values in some memory layout.
-
-    States are ``(N, H, L, d)``, and N may be 1 where all samples share them. Scores and weights have the shape of the
-    layout, which only the layout interprets.
-    """
-
-    def score(self, state: Tensor, score: Similarity) -> Tensor:
-        """Scores the states against the keys."""
-
-    def separate(self, scores: Tensor, separation: Separation) -> Tensor:
-        """Turns the scores of each query into weights."""
-
-    def next_state(self, weights: Tensor) -> Tensor:
-        """Sums the weighted keys: ``(N, H, L, d)``."""
-
-    def read(self, weights: Tensor) -> Tensor:
-        """Sums the weighted values: ``(N, H, L, e)``."""
-
-    def change(self, weights: Tensor, before: Tensor) -> Tensor:
-        """Computes the norm of the difference of two sets of weights: ``(N, H)``."""
+    return mask.reshape(wide)
 
 
 def change(weights: Tensor, before: Tensor) -> Tensor:
@@ -155,12 +123,9 @@ class Padded:
     def __init__(self, key: Tensor, value: Tensor, mask: Mask | None = None) -> None:
         self.key, self.value, self.mask = key, value, mask
 
-    def score(self, state: Tensor, score: Similarity) -> Tensor:
-        """Scores the states against the keys: ``(N, H, L, S)``."""
-        return score(state, per_query_head(self.key, state.shape[1]))
-
-    def separate(self, scores: Tensor, separation: Separation) -> Tensor:
-        """Turns masked scores into weights along the last axis."""
+    def weigh(self, state: Tensor, score: Similarity, separation: Separation) -> Tensor:
+        """Turns the masked scores of the states against the keys into weights: ``(N, H, L, S)``."""
+        scores = score(state, per_query_head(self.key, state.shape[1]))
         scores = scores if self.mask is None else self.mask.apply(scores)
         return separation(scores, masked=self.mask is not None)
 
@@ -177,7 +142,7 @@ class Padded:
 
 def associate(
     query: Tensor,
-    stored: Stored,
+    stored: Padded | Packed,
     *,
     score: Similarity = dot_product,
     separation: Separation,
@@ -221,7 +186,7 @@ def associate(
             return readout, None
 
     def weigh(state: Tensor) -> Tensor:
-        return stored.separate(stored.score(state, lambda query, key: score(query, key) * scaling), separation)
+        return stored.weigh(state, lambda query, key: score(query, key) * scaling, separation)
 
     weights = iterate(query, weigh, stored.next_state, stored.change, steps, eps)
     return stored.read(functional.dropout(weights, dropout)), weights if need_weights else None
@@ -274,7 +239,7 @@ def iterate(
 ) -> Tensor:
     """Updates the states ``(N, H, L, d)`` until ``steps`` is reached or the weights converge; returns the last weights.
 
-    ``weigh`` computes the weights of the states. :class:`Stored` documents ``next_state`` and ``change``,
+    ``weigh`` computes the weights of the states. :class:`Padded` documents ``next_state`` and ``change``,
     :func:`associate` documents ``steps`` and ``eps``.
     """
     limits = [steps] * state.shape[1] if steps is None or isinstance(steps, int) else list(steps)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,11 +60,6 @@ def check_seed(**seeds: object) -> None:
             raise AHopError(f"{name} must be an integer of 64 bits, got {seed!r}")
 
 
-def check_probability(**values: object) -> None:
-    """Raises unless every value is a number between 0 and 1."""
-    check_numbers("a number between 0 and 1", **values)
-
-
 def check_floating(**tensors: object) -> None:
     """Raises unless every argument is a floating-point tensor of a supported dtype."""
     for name, tensor in tensors.items():
@@ -81,12 +76,6 @@ def check_module(**modules: object) -> None:
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
             raise AHopError(f"{name} must be a module, got {type(module).__name__}")
-
-
-def refuse_script(module: nn.Module) -> NoReturn:
-    """Raises an AHopError; as ``__prepare_scriptable__`` of a module, ``torch.jit.script`` calls it."""
-    name = type(module).__name__
-    raise AHopError(f"torch.jit.script does not support {name}: use torch.compile or torch.export instead")
 
 
 def check_same_device(**tensors: Any) -> None:
@@ -170,19 +159,11 @@ def check_numbers(rule: str, **numbers: object) -> None:
 FINITE_BLOCK = 2**21  # number of elements that are read at once
 
 
-def check_finite_rows(**matrices: Tensor) -> None:
-    """Raises with the index of the first row that holds NaN or infinity, if a matrix ``(N, d)`` has one.
-
-    Reads a matrix in chunks to bound memory, and synchronizes once.
-    """
-    for name, matrix in matrices.items():
-        row = _first_row(matrix, lambda chunk: ~chunk.isfinite())
-        if row is not None:
-            raise AHopError(f"{name} must be finite, got NaN or infinity in row {row}")
-
-
 def has_unknown(**matrices: Tensor) -> bool:
-    """Returns whether a matrix ``(N, d)`` holds NaN; raises if one holds infinity, or a row without a known value."""
+    """Returns whether a matrix ``(N, d)`` holds NaN; raises if one holds infinity, or a row without a known value.
+
+    Reads a matrix in chunks to bound memory.
+    """
     unknown = False
     for name, matrix in matrices.items():
         if _first_row(matrix, lambda chunk: ~chunk.isfinite()) is None:

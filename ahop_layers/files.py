@@ -54,21 +54,13 @@ def read(path: Path, key: str, writer: str) -> tuple[dict[str, Tensor], dict[str
         raise AHopError(rule)
     try:
         with library.safe_open(str(path), framework="pt") as file:
-            header = _as_header((file.metadata() or {})[key])
-            return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118 - no mapping
+            header = json.loads((file.metadata() or {})[key])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (library.SafetensorError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise AHopError(f"{rule}: {error}") from error
-
-
-def _as_header(text: str) -> dict[str, Any]:
-    """Returns the object that a text of JSON has, or raises a ValueError."""
-    try:
-        header = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("the header is nested too deeply") from error
     if not isinstance(header, dict):
-        raise ValueError(f"the header must be an object, got {type(header).__name__}")
-    return header
+        raise AHopError(f"{rule}: the header must be an object, got {type(header).__name__}")
+    return tensors, header
 
 
 def _safetensors() -> Any:

@@ -1,6 +1,6 @@
 """Packed bags: the instances of variable-size bags, concatenated without padding.
 
-:class:`Bags` computes reductions and scores within bags. :class:`Packed` is the memory layout that makes
+:class:`Bags` computes reductions within bags. :class:`Packed` is the memory layout that makes
 :func:`~ahop_layers.association.associate` work on bags. ``N`` counts bags, ``total`` their instances, ``H`` heads and
 ``Q`` queries.
 """
@@ -40,7 +40,7 @@ class _Spread(torch.autograd.Function):
 
 
 class Bags(Rows):
-    """Reductions and scores within packed bags of given ``sizes``, on the device of their instances.
+    """Reductions within packed bags of given ``sizes``, on the device of their instances.
 
     If the ``total`` of the sizes is given, the values of a tensor ``(N,)`` are not read, so that the code compiles.
     """
@@ -75,17 +75,6 @@ class Bags(Rows):
         columns = weights.to(accumulation_dtype(values.dtype)).unbind(-1)  # by query, to avoid (total, H, Q, e)
         return torch.stack([self.sum(column[..., None] * values) for column in columns], 2).to(values.dtype)
 
-    def score(self, state: Tensor, key: Tensor, score: Similarity) -> Tensor:
-        """Scores states ``(1 or N, H, Q, d)`` against the keys of their bags, ``(total, H, d)``: ``(total, H, Q)``."""
-        if state.shape[0] == 1 or not self.total:
-            return score_shared(state[:1], key, score)
-        return score(self.spread(state), key.unsqueeze(2)).squeeze(-1)
-
-
-def score_shared(state: Tensor, key: Tensor, score: Similarity) -> Tensor:
-    """Scores a state ``(1, H, Q, d)`` that all bags share against keys ``(total, H, d)``: ``(total, H, Q)``."""
-    return rearrange(score(state, rearrange(key, "t h d -> 1 h t d")), "1 h q t -> t h q")
-
 
 class PackedPatterns(NamedTuple):
     """Packed bags as the stored patterns and pattern projections of a Hopfield layer, which normalizes them."""
@@ -98,8 +87,8 @@ class PackedPatterns(NamedTuple):
 class Packed:
     """The keys and values of packed bags; weights are ``(total, H, Q)``.
 
-    It implements :class:`~ahop_layers.association.Stored`. Keys and values are computed in slices to bound memory. In
-    training they are recomputed for their gradients. A bag may span several slices.
+    It has the methods of :class:`~ahop_layers.association.Padded`. Keys and values are computed in slices to bound
+    memory. In training they are recomputed for their gradients. A bag may span several slices.
 
     Args:
         patterns: the bags.
@@ -131,23 +120,24 @@ class Packed:
         """Computes part 1 or 2 (keys, values) of instances: ``(rows, E) -> (rows, H, d)``."""
         return rearrange(self.heads(self.normalize(instances[None], part), part), "1 h t d -> t h d")
 
-    def score(self, state: Tensor, score: Similarity) -> Tensor:
-        """Scores the states ``(1 or N, H, Q, d)`` against the keys of their bags."""
+    def weigh(self, state: Tensor, score: Similarity, separation: Separation) -> Tensor:
+        """Turns the scores of the states ``(1 or N, H, Q, d)`` against the keys of their bags into weights."""
+
+        def shared(state: Tensor, keys: Tensor) -> Tensor:
+            return rearrange(score(state, rearrange(keys, "t h d -> 1 h t d")), "1 h q t -> t h q")
 
         def of_slice(state: Tensor, part: Tensor) -> Tensor:
-            return score_shared(state, self.project(part, 1), score)
+            return shared(state, self.project(part, 1))
 
         if self.keys is None:
             scores = torch.cat([self._compute(of_slice, state, part) for part in self.parts])
+        elif state.shape[0] == 1 or not self.bags.total:
+            scores = shared(state[:1], self.keys)
         else:
-            scores = self.bags.score(state, self.keys, score)
-        if self.places is None:
-            return scores
-        zero = score(state, torch.zeros_like(state[:1, :, :1])).squeeze(-1)
-        return self.extended.spread(zero.expand(self.bags.sizes.shape[0], -1, -1)).index_copy(0, self.places, scores)
-
-    def separate(self, scores: Tensor, separation: Separation) -> Tensor:
-        """Turns the scores of each bag into weights."""
+            scores = score(self.bags.spread(state), self.keys.unsqueeze(2)).squeeze(-1)
+        if self.places is not None:
+            zero = score(state, torch.zeros_like(state[:1, :, :1])).squeeze(-1).expand(len(self.bags.sizes), -1, -1)
+            scores = self.extended.spread(zero).index_copy(0, self.places, scores)
         return separation(scores, groups=self.extended)
 
     def next_state(self, weights: Tensor) -> Tensor:

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The initial similarity, the dot product, is blue; the others contrast with it.
-COLORS = {"dot": "#3a93b5", "dis": "#d67d2f", "l1": "#6a9a3b"}
-# Lines that coincide remain distinguishable: each base has a line style of its own.
-STYLES = {"dot": "-", "dis": (0, (5, 1.5)), "l1": ":"}
+# The color and the line style of each base: lines that coincide remain distinguishable.
+LINES: dict[str, Any] = {"dot": ("#3a93b5", "-"), "dis": ("#d67d2f", (0, (5, 1.5))), "l1": ("#6a9a3b", ":")}
 
 
 def association_map(
@@ -72,16 +70,17 @@ def association_map(
     shown = row[keys - prod(grid) :].reshape(grid)
     largest = max(float(shown.max()), 1e-12) if vmax is None else vmax
     check_numbers("a positive number", vmax=largest)
-    figure, ((axis,),) = _panels(ax, 1, 1, size=(2.4, 2.6))
+    axis: Axes = _panels(1, 1, (2.4, 2.6))[0, 0] if ax is None else ax
     _show(axis, _as_pixels(image), title)
     # Patches with small weights are transparent, so that the image remains visible.
     opacity = 0.9 * (shown / largest).clamp(0, 1).sqrt()
     extent = axis.images[0].get_extent()
     axis.imshow(shown.numpy(), cmap="inferno", alpha=opacity.numpy(), extent=extent, vmin=0, vmax=largest)
-    return figure
+    return axis.figure  # type: ignore[return-value]
 
 
-def footprint_weights(source: nn.Module, *, change: bool = False, ax: "Axes | None" = None) -> "Figure":
+@torch.no_grad()
+def footprint_weights(source: nn.Module, *, change: bool = False) -> "Figure":
     """Plots the learned weights ``u`` of every similarity: one column per layer, one row per head, one line per base.
 
     Entry k of ``u`` is the weight of the k-th largest similarity of a dimension, or of a block, as bars. Constant
@@ -90,7 +89,6 @@ def footprint_weights(source: nn.Module, *, change: bool = False, ax: "Axes | No
     Args:
         source: an :class:`~ahop_layers.AdaptiveSimilarity`, or a model that contains some.
         change: True plots the difference from the weights after ``reset_parameters``.
-        ax: axes to draw on, for one layer with one head; None creates a figure.
 
     >>> import ahop_layers as ah
     >>> len(footprint_weights(ah.AdaptiveSimilarity(16, num_heads=3)).axes)
@@ -101,9 +99,7 @@ def footprint_weights(source: nn.Module, *, change: bool = False, ax: "Axes | No
     if not found:
         raise AHopError(f"source must contain an AdaptiveSimilarity, got {type(source).__name__} without one")
     heads = max(part.num_heads or 1 for part in found.values())
-    if ax is not None and (len(found), heads) != (1, 1):
-        raise AHopError(f"ax needs one layer with one head, got {len(found)} layers with up to {heads} heads")
-    figure, axes = _panels(ax, heads, len(found))
+    axes = _panels(heads, len(found), (2.2, 1.5), sharey=True)
     quantity = "change of weight u" if change else "weight u"
     for column, (name, part) in enumerate(found.items()):
         weights = _weights(part)
@@ -112,20 +108,19 @@ def footprint_weights(source: nn.Module, *, change: bool = False, ax: "Axes | No
             initial.reset_parameters()
             weights = weights - _weights(initial)
         n = weights.shape[-1]
-        by_block = n != part.dim
         title = name.removesuffix("similarity").removesuffix(".") or "similarity"
-        title += f", {n} block{'s' if n > 1 else ''}" if by_block else ""
-        axes[0][column].set_title(title, fontsize="small")
-        label = "k-th most similar block" if by_block else "k-th largest similarity"
-        axes[len(weights) - 1][column].set_xlabel(label, fontsize="small")
-        for row, panel in enumerate(panels[column] for panels in axes):
+        title += f", {n} block{'s' if n > 1 else ''}" if n != part.dim else ""
+        axes[0, column].set_title(title, fontsize="small")
+        label = "k-th most similar block" if n != part.dim else "k-th largest similarity"
+        axes[len(weights) - 1, column].set_xlabel(label, fontsize="small")
+        for row, panel in enumerate(axes[:, column]):
             panel.set_visible(row < len(weights))
             if row < len(weights):
-                _draw_weights(panel, dict(zip(part.base_names(), weights[row], strict=True)), bars=by_block)
-            if column == 0:
-                panel.set_ylabel(quantity if heads == 1 else f"head {row + 1}\n{quantity}", fontsize="small")
-    axes[0][0].legend(fontsize="x-small", frameon=False, ncols=2, loc="upper right", borderaxespad=0.2)
-    return figure
+                _draw_weights(panel, dict(zip(part.base_names(), weights[row], strict=True)), bars=n != part.dim)
+    for row, panel in enumerate(axes[:, 0]):
+        panel.set_ylabel(quantity if heads == 1 else f"head {row + 1}\n{quantity}", fontsize="small")
+    axes[0, 0].legend(fontsize="x-small", frameon=False, ncols=2, loc="upper right", borderaxespad=0.2)
+    return axes[0, 0].figure
 
 
 @torch.no_grad()
@@ -150,18 +145,17 @@ def explanation(memory: AssociativeMemory, query: Any, index: int | None = None)
     pair = torch.as_tensor(query).reshape(shape), memory.patterns[found]
     shown = [*(part.float().cpu().nan_to_num(0.0) for part in pair), reasons]
     is_image = len(shape) > 1
-    figure, axes = _panels(None, 1, 3, (2.2, 2.4)) if is_image else _panels(None, 3, 1, (5.0, 1.1), sharey=False)
-    titles = ("query", f"pattern {found}", "share of the score")
-    for axis, values, title in zip(axes.flat, shown, titles, strict=True):
+    axes = _panels(1, 3, (2.2, 2.4)) if is_image else _panels(3, 1, (5.0, 1.1))
+    for axis, values, title in zip(axes.flat, shown, ("query", f"pattern {found}", "share of the score"), strict=True):
         if not is_image:
-            axis.bar(range(len(values)), values.numpy(), color=COLORS["dot"])
+            axis.bar(range(len(values)), values.numpy(), color=LINES["dot"][0])
             axis.set_title(title, fontsize="small")
             _style(axis)
         elif values is reasons:
             _show(axis, values.reshape(-1, *shape[-2:]).sum(0), title, cmap="inferno")
         else:
             _show(axis, _as_pixels(values), title)
-    return figure
+    return axes[0, 0].figure
 
 
 def _show(axis: "Axes", pixels: Tensor, title: str, cmap: str = "gray") -> None:
@@ -179,7 +173,6 @@ def _as_pixels(image: Tensor) -> Tensor:
     return pixels.permute(1, 2, 0) if image.shape[:-2] == (3,) else pixels.reshape(image.shape[-2:])
 
 
-@torch.no_grad()
 def _weights(similarity: AdaptiveSimilarity) -> Tensor:
     """Returns the weights ``u`` of a similarity, ``(heads, n_bases, n)``."""
     weights = fold(similarity.footprint_weight().float().cpu())
@@ -188,15 +181,15 @@ def _weights(similarity: AdaptiveSimilarity) -> Tensor:
 
 def _draw_weights(panel: "Axes", weights: dict[str, Tensor], bars: bool) -> None:
     """Draws the weights ``(n,)`` of each base as a line, or as bars side by side."""
+    width = 0.8 / len(weights)
     for number, (base, line) in enumerate(weights.items()):
-        ranks, color = torch.arange(1, len(line) + 1), COLORS.get(base)
+        ranks = torch.arange(1, len(line) + 1)
+        color, style = LINES.get(base, (None, "-."))
         if bars:
-            width = 0.8 / len(weights)
             places = ranks + (number - (len(weights) - 1) / 2) * width
             panel.bar(places.numpy(), line.numpy(), width, label=base, color=color)
             panel.locator_params(axis="x", integer=True)
         else:
-            style = STYLES.get(base, "-.")
             panel.plot(ranks.numpy(), line.numpy(), label=base, color=color, linestyle=style, linewidth=1.5)
     _style(panel)
     panel.margins(y=0.25)  # room for the legend
@@ -207,13 +200,9 @@ def _style(panel: "Axes") -> None:
     panel.tick_params(labelsize="x-small")
 
 
-def _panels(
-    ax: "Axes | None", rows: int, columns: int, size: tuple[float, float] = (2.2, 1.5), *, sharey: bool = True
-) -> "tuple[Figure, Any]":
-    """Returns a figure with a grid of panels of the given size in inches, and the panels; or ``ax`` and its figure."""
-    if ax is not None:
-        return ax.figure, [[ax]]  # type: ignore[return-value]
+def _panels(rows: int, columns: int, size: tuple[float, float], sharey: bool = False) -> Any:
+    """Returns the panels of a new figure, a grid of the given size in inches each."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(size[0] * columns + 0.6, size[1] * rows + 0.6), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, sharey=sharey and rows * columns > 1)
+    return figure.subplots(rows, columns, squeeze=False, sharey=sharey)

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import ahop_layers as ah
-from ahop_layers.similarity.options import SimilarityOptions
 from tests.samples import Scaled, refuses
 
 N, L, S, E, H = 3, 5, 7, 12, 3
@@ -193,14 +192,6 @@ def test_another_similarity_or_none(similarity):
     assert ours.similarity.scale.grad.abs().sum() > 0
     ours.similarity = None  # the dot product
     torch.testing.assert_close(ours(*x), theirs(*x), **TOLERANCE)
-
-
-def test_a_similarity_has_the_dtype_device_and_mode_of_its_layer():
-    layer = ah.AdaptiveAttention(E, H, dtype=torch.float64, device="meta", similarity=Scaled)
-    assert (layer.similarity.scale.dtype, layer.similarity.scale.device.type) == (torch.float64, "meta")
-    layer = ah.AdaptiveAttention(E, H).eval()
-    layer.make_adaptive(SimilarityOptions(similarity=Scaled))
-    assert not layer.similarity.training
 
 
 @pytest.mark.slow

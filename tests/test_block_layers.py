@@ -30,20 +30,6 @@ def test_an_adapted_model_computes_the_same(blocks):
     assert torch.equal(model(x), expected)
 
 
-@pytest.mark.parametrize("name", ["Hopfield", "HopfieldLayer", "HopfieldPooling"])
-def test_hopfield_layers_start_as_the_original(name):
-    options, blocks = {} if name == "Hopfield" else {"quantity": 3}, NUMBERS
-    plain = getattr(ah.hopfield, name)(16, num_heads=2, **options)
-    built = getattr(ah, f"Adaptive{name}")(16, num_heads=2, **options, blocks=blocks)
-    built.load_state_dict(plain.state_dict())
-    x = torch.randn(3, 5, 16)
-    expected = plain(x)
-    ah.adapt_(plain, blocks=blocks)
-    for layer in (built, plain):
-        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
-    assert all(map(torch.equal, ah.similarity_parameters(plain), ah.similarity_parameters(built)))
-
-
 def test_scores_of_normalized_blocks_do_not_depend_on_how_patterns_are_sliced(monkeypatch):
     patterns, query = torch.randn(40, 8) * torch.linspace(0.1, 10, 40)[:, None], torch.randn(5, 8)
     memory = ah.AssociativeMemory(patterns, ah.AdaptiveSimilarity(8, blocks=ah.Blocks(2, normalize=True)))

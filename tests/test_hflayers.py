@@ -14,9 +14,6 @@ from test_hopfield import NO_NORM, WITHOUT_PARAMETERS
 import ahop_layers as ah
 from ahop_layers import AdaptiveHopfield, AdaptiveHopfieldLayer, hopfield
 from ahop_layers.hflayers import transformer
-from ahop_layers.hflayers.auxiliary.data import BitPatternSet
-from ahop_layers.hopfield.adaptive import is_dot_product
-from tests.samples import refuses
 
 NAMES = ("Hopfield", "HopfieldLayer", "HopfieldPooling")
 OWN, ADAPTIVE = ({name: getattr(hopfield, prefix + name) for name in NAMES} for prefix in ("", "Adaptive"))
@@ -177,22 +174,10 @@ def test_the_weights_that_hflayers_draws_with_seed_0():
     torch.testing.assert_close(layer.lookup_weights[0, 1], RECORDED[1])
 
 
-def test_the_names_of_hflayers():
-    import ahop_layers.hflayers as hflayers
-    from ahop_layers.hflayers.activation import HopfieldCore
-
-    assert (hflayers.Hopfield, hflayers.HopfieldLayer, hflayers.HopfieldPooling) == tuple(ADAPTIVE.values())
-    assert isinstance(hflayers.Hopfield(8).association_core, HopfieldCore)
-    core = HopfieldCore(8, 2)
-    output, weights, *_ = core(*[torch.randn(5, 3, 8)] * 3)
-    assert (output.shape, weights.shape) == ((5, 3, 8), (3, 5, 5))
-
-
 PROJECT = """
 import hflayers
 from hflayers import Hopfield, HopfieldLayer, HopfieldPooling
 from hflayers.activation import HopfieldCore
-from hflayers.auxiliary.data import BitPatternSet, LatchSequenceSet
 from hflayers.transformer import HopfieldDecoderLayer, HopfieldEncoderLayer
 layer = hflayers.HopfieldLayer(input_size=4, quantity=3)
 """
@@ -224,40 +209,6 @@ def test_signatures_are_those_of_hflayers(original):
         assert names[0] == names[1]
 
 
-def test_data_sets_draw_the_data_of_hflayers(original):
-    from hflayers.auxiliary import data as theirs
-
-    from ahop_layers.hflayers.auxiliary import data as ours
-
-    for name, arguments in (
-        ("BitPatternSet", {"num_bags": 40, "num_instances": 9, "num_signals": 5, "num_bits": 4}),
-        ("BitPatternSet", {"num_bags": 7, "num_instances": 6, "num_signals": 3, "num_signals_per_bag": 4}),
-        ("LatchSequenceSet", {"num_samples": 30, "num_characters": 5}),
-    ):
-        sets = [getattr(module, name)(**arguments) for module in (ours, theirs)]
-        assert len(sets[0]) == len(sets[1])
-        for pair in zip(*sets, strict=True):
-            assert all(torch.equal(pair[0][key], pair[1][key]) for key in ("data", "target"))
-        assert torch.equal(sets[0].targets, sets[1].targets)
-    assert torch.equal(ours.BitPatternSet(9, 4, 2).signals, theirs.BitPatternSet(9, 4, 2).signals)
-
-
-def test_bit_patterns_contain_signals_in_one_class_only():
-    sizes = {"num_bags": 20, "num_instances": 6, "num_signals": 3, "num_bits": 5}
-    bags = BitPatternSet(**sizes, num_signals_per_bag=2)
-    found = (bags.bags.unsqueeze(2) == bags.signals).all(-1).any(-1).sum(1)
-    assert torch.equal(found, 2 * bags.targets)
-    assert (bags.num_targets_high, bags.num_targets_low) == (10, 10)
-    assert bags.bags.any(-1).all()
-    for arguments, message in (
-        ({"num_signals": 31}, r"num_signals must be less than 2\*\*num_bits - 1 = 31, got 31"),
-        ({"num_signals_per_bag": 7}, "between 0 and 6, got 7"),
-        ({"fraction_targets": 1.0}, "fraction_targets must be between 0 and 1, got 1.0"),
-        ({"num_bags": 0}, "num_bags must be an integer of at least 1, got 0"),
-    ):
-        refuses(message, BitPatternSet, **sizes | arguments)
-
-
 @pytest.mark.parametrize("name", ADAPTIVE)
 @pytest.mark.parametrize("module", ["ahop_layers.hopfield", "hflayers"])
 def test_a_plain_layer_can_be_adapted_and_loads_the_state_dict_of_an_adaptive_one(module, name):
@@ -268,41 +219,10 @@ def test_a_plain_layer_can_be_adapted_and_loads_the_state_dict_of_an_adaptive_on
     ah.adapt_(torch.nn.Sequential(changed := deepcopy(plain)))
     assert type(changed) is type(adaptive)
     torch.testing.assert_close(changed(x), before, atol=1e-6, rtol=1e-5)
-    plain.load_state_dict(ah.hflayers_state_dict(adaptive), strict=True)
-    torch.testing.assert_close(plain(x), adaptive.eval()(x), atol=1e-6, rtol=1e-5)
-    models = [torch.nn.Sequential(torch.nn.Linear(12, 12), layer) for layer in (adaptive, plain)]
-    assert set(ah.hflayers_state_dict(models[0])) == set(models[1].state_dict())
-
-
-def test_state_dict_for_hflayers_needs_the_dot_product():
-    layer = torch.nn.Sequential(AdaptiveHopfield(8, num_heads=2))
-    with torch.no_grad():
-        layer[0].association_core.similarity.w[1, 1, 3] += 1e-3
-    refuses(r"0\.association_core\.similarity must be the dot product", ah.hflayers_state_dict, layer)
-    sparse = AdaptiveHopfield(8, separation="sparsemax")
-    refuses("separation must be softmax for hflayers, got 'sparsemax'", ah.hflayers_state_dict, sparse)
-    learned = AdaptiveHopfield(8, scaling=torch.nn.Parameter(torch.ones(())))
-    refuses("scaling must be fixed", ah.hflayers_state_dict, learned)
-
-
-@pytest.mark.parametrize(("arguments", "expected"), [
-    ({}, True),
-    ({"blocks": 2}, True),
-    ({"bases": ("dot",), "debias": True}, True),
-    ({"blocks": ah.Blocks(4, normalize=True)}, False),
-    ({"init": "uniform"}, False),
-])  # fmt: skip
-def test_is_dot_product_agrees_with_the_scores(arguments, expected):
-    similarity = ah.AdaptiveSimilarity(8, 2, **arguments)
-    query, key = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
-    assert is_dot_product(similarity) is expected
-    assert torch.allclose(similarity(query, key), query @ key.mT, atol=1e-5) is expected
-    for name in dict(similarity.named_parameters()):
-        changed = deepcopy(similarity)
-        with torch.no_grad():
-            changed.get_parameter(name).add_(0.1)
-        equal = torch.allclose(changed(query, key), query @ key.mT, atol=1e-5)
-        assert is_dot_product(changed) is equal, name
+    output = adaptive.eval()(x)
+    assert ah.revert_(adaptive) == [""]
+    plain.load_state_dict(adaptive.state_dict(), strict=True)
+    torch.testing.assert_close(plain(x), output, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ADAPTIVE)

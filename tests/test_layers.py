@@ -14,11 +14,8 @@ from test_hopfield import WITHOUT_PARAMETERS
 from torch import nn
 
 from ahop_layers import (
-    AdaptiveAttention,
     AdaptiveSimilarity,
-    AssociativeMemory,
     adapt_,
-    hflayers_state_dict,
     hopfield,
     similarity_parameters,
 )
@@ -163,13 +160,6 @@ def test_errors_name_an_argument_of_the_wrong_type(adaptive):
         refuses(f"{name} must be a tensor or None, got list", layer, torch.randn(2, 3, 8), **{name: [[True]]})
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_torch_jit_script_raises():
-    plain, memory = hopfield.HopfieldLayer(8), AssociativeMemory(torch.randn(4, 8))
-    for layer in (AdaptiveSimilarity(8), plain, memory, nn.Sequential(nn.Linear(8, 8), AdaptiveAttention(8, 2))):
-        refuses(r"torch\.jit\.script does not support \w+: use torch\.compile or", torch.jit.script, layer)
-
-
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_instances_of_hflayers_classes(name):
     hflayers = pytest.importorskip("hflayers", reason="hopfield-layers is not installed: make test-hflayers")
@@ -203,12 +193,6 @@ def test_a_state_dict_of_other_layers_does_not_reset_a_similarity():
     assert (weight == 0.5).all()
     adaptive.load_state_dict(plain.state_dict())
     assert not (weight == 0.5).all()
-
-
-def test_parameters_of_a_model_whose_names_begin_alike_are_kept_for_hflayers():
-    layer = AdaptiveHopfield(8)
-    layer.association_core.similarity_scale = nn.Parameter(torch.ones(()))
-    assert "association_core.similarity_scale" in hflayers_state_dict(layer)
 
 
 def test_a_plain_checkpoint_resets_a_trained_similarity():

@@ -100,7 +100,6 @@ def test_lines_that_coincide_have_styles_of_their_own():
 
 
 MAP = {"weights": torch.rand(2, KEYS, KEYS), "image": torch.rand(6, 8), "patches": (3, 4)}
-TWO_LAYERS = nn.Sequential(ah.AdaptiveSimilarity(5, num_heads=3), ah.AdaptiveSimilarity(5))
 ERRORS = [
     (MAP, {"weights": torch.rand(KEYS)}, r"weights must be \(L, S\) or \(H, L, S\), got \(13,\)"),
     (MAP, {"image": torch.rand(2, 6, 8)}, r"image must be .* got \(2, 6, 8\)"),
@@ -110,7 +109,6 @@ ERRORS = [
     (MAP, {"vmax": "1"}, "vmax must be a positive number, got '1'"),
     ({}, {"source": nn.Linear(2, 2)}, "source must contain an AdaptiveSimilarity, got Linear without one"),
     ({}, {"source": None}, "source must be a module, got NoneType"),
-    ({}, {"source": TWO_LAYERS, "ax": Figure().subplots()}, "one layer with one head, got 2 layers with up to 3"),
 ]
 
 

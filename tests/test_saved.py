@@ -63,8 +63,8 @@ def test_a_model_that_is_not_adapted_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("make", "options", "message"), [
-    (encoder, {"blocks": 2}, r"self_attn\.similarity must be .*blocks 2.* got .*blocks 4"),
-    (encoder, {"bases": ("dot",), "blocks": 4}, r"bases \['dot'\].* got .*bases \['dis', 'dot'\]"),
+    (encoder, {"blocks": 2}, r"self_attn\.similarity must be .*'blocks': '2'.* got .*'blocks': '4'"),
+    (encoder, {"bases": ("dot",), "blocks": 4}, r"'bases': \['dot'\].* got .*'bases': \['dis', 'dot'\]"),
     (lambda: encoder(3), {"blocks": 4}, r"got layers\.2\.self_attn\.similarity in the model only"),
     (lambda: encoder(1), {"blocks": 4}, r"got layers\.1\.self_attn\.similarity in the file only"),
     (encoder, {"blocks": 4, "separation": "entmax"}, "separation in the model only"),
@@ -89,7 +89,9 @@ def test_another_class_of_layer_is_refused(tmp_path):
     for model in (first, second):
         ah.adapt_(model)
     ah.save_similarities(first, tmp_path / "a")
-    refuses(r"layer .*Other.* got layer torch.*MultiheadAttention", ah.load_similarities, second, tmp_path / "a")
+    refuses(
+        r"'layer': .*Other.* got .*'layer': 'torch.*MultiheadAttention", ah.load_similarities, second, tmp_path / "a"
+    )
 
 
 def test_unknown_shapes_are_refused(tmp_path):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ahop_layers.association import Mask, Padded, associate, combine_masks
-from ahop_layers.errors import AHopError, check_floating, check_probability, check_sizes, describe
+from ahop_layers.errors import AHopError, check_floating, check_numbers, check_sizes, describe
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import Init
 from ahop_layers.similarity.associator import Associator
@@ -121,7 +121,7 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         check_sizes(embed_dim=embed_dim, num_heads=num_heads)
         if embed_dim % num_heads:
             raise AHopError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
-        check_probability(dropout=dropout)
+        check_numbers("a number between 0 and 1", dropout=dropout)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )

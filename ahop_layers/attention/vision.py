@@ -7,7 +7,7 @@ has the submodules and parameters, ``forward`` is defined here. Neither library 
 from typing import Any
 
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from ahop_layers.attention.adaptive import Adaptive, attend_mask
 from ahop_layers.errors import AHopError
@@ -39,13 +39,11 @@ class TimmAttention(Adaptive):
 
 
 class CLIPAttention(Adaptive):
-    """Adaptive form of ``CLIPAttention`` of transformers; subclasses name the attributes of other classes."""
+    """Adaptive form of ``CLIPAttention`` of transformers; a subclass names the attributes of other classes."""
 
     projections: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
     out: str | None = "out_proj"
-    heads: str = "num_heads"
-    width: str = "head_dim"
-    drop: str = "dropout"  # a module or a probability
+    heads, width, drop = "num_heads", "head_dim", "dropout"
 
     def head_shape(self) -> tuple[int, int]:
         """Returns the number of heads and the dimension of one head."""
@@ -62,53 +60,40 @@ class CLIPAttention(Adaptive):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes self-attention within ``hidden_states (N, L, hidden)``; returns it with weights ``(N, H, L, L)``.
 
-        The weights are None unless an argument, the configuration or a hook asks for them. Before transformers 5, the
-        causal mask is separate.
+        The weights are None unless an argument, the configuration or a hook asks for them; the eager attention of
+        transformers returns them. Before transformers 5, the causal mask is separate.
         """
+        config: Any = self.config
         given = [mask for mask in (attention_mask, causal_attention_mask) if mask is not None]
         heads, dim = self.head_shape()
         query, key, value = (
             rearrange(getattr(self, name)(hidden_states), "n l (h d) -> n h l d", h=heads) for name in self.projections
         )
         mask = attend_mask(sum(given[1:], given[0]) if given else None, is_causal and not given)
-        drop, wanted = getattr(self, self.drop), bool(output_attentions) or self._weights_requested()
-        drop = drop.p if isinstance(drop, nn.Dropout) else drop
+        # Models record attentions with a forward hook or, before transformers 5, by replacing ``forward``.
+        watched = has_hooks(self) or "forward" in vars(self)
+        wanted = output_attentions or config.output_attentions or config._attn_implementation == "eager"
         output, weights = self.associate(
-            query, key, value, scaling=dim**-0.5, mask=mask, dropout=drop, need_weights=wanted
-        )
+            query, key, value, scaling=dim**-0.5, mask=mask, dropout=getattr(self, self.drop),
+            need_weights=bool(wanted or watched),
+        )  # fmt: skip
         return output if self.out is None else getattr(self, self.out)(output), weights
-
-    def _weights_requested(self) -> bool:
-        """Returns whether the configuration of the model or a hook on this module asks for weights.
-
-        The eager attention of transformers returns weights, as did the releases whose modules have no configuration.
-        Models record attentions with a forward hook or, before transformers 5, by replacing ``forward``.
-        """
-        config = getattr(self, "config", None)
-        eager = config is None or getattr(config, "_attn_implementation", None) == "eager"
-        watched = has_hooks(self) or "forward" in self.__dict__
-        return eager or bool(getattr(config, "output_attentions", False)) or watched
 
 
 class ViTAttention(CLIPAttention):
-    """Adaptive form of ``ViTAttention``, ``DeiTAttention`` and ``Dinov2Attention`` since transformers 5."""
+    """Adaptive form of ``ViTAttention``, ``DeiTAttention`` and ``Dinov2Attention`` of transformers."""
 
-    out, heads, drop = "o_proj", "num_attention_heads", "attention_dropout"
+    heads, out, drop = "num_attention_heads", "o_proj", "attention_dropout"
 
 
 class ViTSelfAttention(CLIPAttention):
-    """Adaptive form of ``ViTSelfAttention``, ``DeiTSelfAttention``, ``Dinov2SelfAttention`` before transformers 5."""
+    """Adaptive form of ``ViTSelfAttention``, ``DeiTSelfAttention``, ``Dinov2SelfAttention`` of earlier releases."""
 
     projections, out = ("query", "key", "value"), None
-    heads, width = "num_attention_heads", "attention_head_size"
-
-    @property
-    def drop(self) -> str:  # type: ignore[override]
-        """Name of the dropout probability; the oldest releases have a dropout module instead."""
-        return "dropout_prob" if hasattr(self, "dropout_prob") else "dropout"
+    heads, width, drop = "num_attention_heads", "attention_head_size", "dropout_prob"
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, head_mask: Tensor | None = None, output_attentions: bool | None = False
+        self, hidden_states: Tensor, head_mask: Tensor | None = None, output_attentions: bool | None = False, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Computes self-attention within ``hidden_states``; see :class:`CLIPAttention`."""
         if head_mask is not None:

@@ -311,12 +311,11 @@ def _warn_about_peft(model: nn.Module) -> None:
 def _freeze_rest(model: nn.Module) -> None:
     """Freezes all but the similarities, and records the names in each module, so that a part can be reverted."""
     kept = {id(parameter) for parameter in similarity_parameters(model)}
-    frozen = {id(p): p for p in model.parameters() if p.requires_grad and id(p) not in kept}
+    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in kept]
+    ids = {id(parameter) for parameter in frozen}
     for module in model.modules():
-        names = [name for name, p in module.named_parameters(recurse=False) if id(p) in frozen]
-        if names:
-            vars(module)["_ahop_frozen"] = names
-    for parameter in frozen.values():
+        vars(module)["_ahop_frozen"] = [name for name, p in module.named_parameters(recurse=False) if id(p) in ids]
+    for parameter in frozen:
         parameter.requires_grad_(False)
 
 

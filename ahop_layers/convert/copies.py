@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers.convert.find import in_eval_mode
-from ahop_layers.convert.registry import ADAPTIVE_LAYERS, CONVERTERS, Converter, full_name
+from ahop_layers.convert.registry import CONVERTERS, Converter, full_name
 from ahop_layers.errors import AHopError
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.options import SimilarityOptions
@@ -33,12 +33,10 @@ def find_copies(
 ) -> dict[nn.Module, Converter]:
     """Returns the converters of the modules that are copies of a layer of hflayers.
 
-    With ``like``, a class of hflayers or of this package, the modules that ``selected`` chooses are not checked.
+    With ``like``, a class with the name of one of hflayers, the modules that ``selected`` chooses are not checked.
     """
     given = getattr(like, "__name__", "").removeprefix("Adaptive")
-    # An adaptive layer derives from the plain layer of this package, and from hflayers' own if it is installed.
-    kinds = {kind.__name__: kind.__mro__ for kind in ADAPTIVE_LAYERS[1:]}
-    if like is not None and like not in kinds.get(f"Adaptive{given}", ()):
+    if like is not None and f"hflayers.{given}" not in CONVERTERS:
         raise AHopError(f"like must be Hopfield, HopfieldLayer or HopfieldPooling, got {like!r}")
     if like is not None and selected is None:
         raise AHopError("like needs where, which chooses the modules that are copies of it, got where=None")

@@ -77,14 +77,9 @@ def _around(adaptive: type[nn.Module]) -> Converter:
 
 
 _hopfield = Converter(_adapt_hopfield, _hopfield_shapes)
-_vit, _vit_before_5 = _attention(vision.ViTAttention), _attention(vision.ViTSelfAttention)
-_timm, _clip = _attention(vision.TimmAttention), _attention(vision.CLIPAttention)
+_vit, _vit_before = _attention(vision.ViTAttention), _attention(vision.ViTSelfAttention)
+_timm = _attention(vision.TimmAttention)
 _layer, _pooling = _around(layers.AdaptiveHopfieldLayer), _around(layers.AdaptiveHopfieldPooling)
-
-
-def _transformers(suffix: str, converter: Converter) -> dict[str, Converter]:
-    names = {"vit": "ViT", "deit": "DeiT", "dinov2": "Dinov2"}
-    return {f"transformers.models.{m}.modeling_{m}.{name}{suffix}": converter for m, name in names.items()}
 
 
 # Keys are names, so that no other library has to be imported. Only register_converter adds some.
@@ -92,11 +87,13 @@ CONVERTERS: dict[str, Converter] = {
     "torch.nn.modules.activation.MultiheadAttention": _attention(AdaptiveAttention),
     "timm.layers.attention.Attention": _timm,
     "timm.models.vision_transformer.Attention": _timm,
-    **_transformers("Attention", _vit),
-    **_transformers("SelfAttention", _vit_before_5),
-    **_transformers("SdpaSelfAttention", _vit_before_5),  # the oldest releases have separate classes for it
-    "transformers.models.clip.modeling_clip.CLIPAttention": _clip,
-    "transformers.models.clip.modeling_clip.CLIPSdpaAttention": _clip,
+    "transformers.models.vit.modeling_vit.ViTAttention": _vit,
+    "transformers.models.deit.modeling_deit.DeiTAttention": _vit,
+    "transformers.models.dinov2.modeling_dinov2.Dinov2Attention": _vit,
+    "transformers.models.vit.modeling_vit.ViTSelfAttention": _vit_before,
+    "transformers.models.deit.modeling_deit.DeiTSelfAttention": _vit_before,
+    "transformers.models.dinov2.modeling_dinov2.Dinov2SelfAttention": _vit_before,
+    "transformers.models.clip.modeling_clip.CLIPAttention": _attention(vision.CLIPAttention),
     "hflayers.Hopfield": _hopfield,
     "hflayers.HopfieldLayer": _layer,
     "hflayers.HopfieldPooling": _pooling,
@@ -171,6 +168,6 @@ def converter_for(module: nn.Module) -> Converter | str | None:
             overridden = _overridden(module, base)
             if overridden is not None:
                 return f"{overridden}; see register_converter"
-            # Before transformers 5 this was the name of a module that contains the attention.
+            # In early releases this is the name of a module that contains the attention.
             return converter if converter is not _vit or hasattr(module, "q_proj") else None
     return None

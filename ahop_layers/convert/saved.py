@@ -57,11 +57,7 @@ def load_similarities(model: nn.Module, path: str | Path) -> None:
             where = "the model" if name in own else "the file"
             raise AHopError(f"the file must have the similarities of the model, got {name} in {where} only")
         if saved[name] != own[name]:
-            expected, got = (
-                ", ".join(f"{k} {v}" for k, v in each.items()) if isinstance(each, dict) else repr(each)
-                for each in (own[name], saved[name])
-            )
-            raise AHopError(f"{name} must be {expected} as in the model, got {got}")
+            raise AHopError(f"{name} must be {own[name]} as in the model, got {saved[name]}")
     for name, tensor in _state(parts).items():
         if name not in tensors or tensors[name].shape != tensor.shape:
             got = str(tuple(tensors[name].shape)) if name in tensors else "none"

@@ -13,8 +13,6 @@ from ahop_layers.hopfield import AdaptiveHopfieldPooling as HopfieldPooling
 
 __all__ = ["Hopfield", "HopfieldLayer", "HopfieldPooling", "install_as_hflayers"]
 
-_SUBMODULES = ("", ".activation", ".auxiliary", ".auxiliary.data", ".transformer")
-
 
 def install_as_hflayers() -> None:
     """Makes ``import hflayers`` find the adaptive layers, also if the original is installed or already imported.
@@ -32,5 +30,5 @@ def install_as_hflayers() -> None:
     """
     for name in [name for name in sys.modules if name.partition(".")[0] == "hflayers"]:
         del sys.modules[name]
-    for name in _SUBMODULES:
+    for name in ("", ".activation", ".transformer"):
         sys.modules[f"hflayers{name}"] = import_module(f"ahop_layers.hflayers{name}")

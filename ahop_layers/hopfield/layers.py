@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.errors import AHopError, check_floating, check_given_sizes, check_probability, check_sizes, describe
+from ahop_layers.errors import AHopError, check_floating, check_given_sizes, check_numbers, check_sizes, describe
 from ahop_layers.hopfield.core import AssociationCore, Retrieval
 from ahop_layers.packed import PackedPatterns
 from ahop_layers.similarity.associator import reset
@@ -151,7 +151,7 @@ class Hopfield(HopfieldInterface):
             input_size=input_size, hidden_size=hidden_size, output_size=output_size, pattern_size=pattern_size,
             stored_pattern_size=stored_pattern_size, pattern_projection_size=pattern_projection_size,
         )  # fmt: skip
-        check_probability(dropout=dropout)
+        check_numbers("a number between 0 and 1", dropout=dropout)
         named = association_activation if isinstance(association_activation, str) else ""
         activation: Any = getattr(torch, named, None)
         if association_activation is not None and not callable(activation):

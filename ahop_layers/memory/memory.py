@@ -16,7 +16,6 @@ from ahop_layers.errors import (
     check_callable,
     check_choice,
     check_numbers,
-    check_probability,
     check_seed,
     check_sizes,
     describe,
@@ -269,7 +268,7 @@ class AssociativeMemory(Associator):
         >>> hits.confidence[:, 0] > memory.threshold(false_accepts=0.05)
         tensor([ True,  True, False, False])
         """
-        check_probability(false_accepts=false_accepts)
+        check_numbers("a number between 0 and 1", false_accepts=false_accepts)
         if self._calibration() is None:
             rule = "threshold needs a fit of patterns of at least two classes, or of two different patterns"
             raise AHopError(f"{rule}, got none: call memory.fit()")

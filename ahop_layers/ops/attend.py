@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ahop_layers.errors import AHopError, check_floating, check_probability, describe
+from ahop_layers.errors import AHopError, check_floating, check_numbers, describe
 from ahop_layers.ops import operators
 from ahop_layers.ops.backend import choose_attention
 from ahop_layers.ops.gpu import attend as fused
@@ -158,7 +158,7 @@ def _checked(call: AttentionCall, backend: str) -> AttentionCall:
     check_tensor("value", value, (n, key_heads, count, value.shape[-1]), value.dtype if low else query.dtype, query)
     if mask is not None:
         _check_mask(mask, (n, heads, length, count), query)
-    check_probability(dropout=call.dropout)
+    check_numbers("a number between 0 and 1", dropout=call.dropout)
     if (seed is None) != (call.dropout == 0):
         raise AHopError(f"seed must be given if and only if dropout > 0, got {seed} with dropout={call.dropout}")
     if seed is not None:

@@ -16,7 +16,6 @@ from ahop_layers.errors import (
     check_pair,
     check_sizes,
     describe,
-    refuse_script,
 )
 from ahop_layers.ops.operators import adaptive_similarity
 from ahop_layers.ops.reference import BASES, block_sums, check_bases, fold, known_blocks, pair_values, stretched, unfold
@@ -77,7 +76,6 @@ class AdaptiveSimilarity(nn.Module):
     AdaptiveSimilarity(16, num_heads=None, bases=('dis', 'dot'), init='dot', debias=False)
     """
 
-    __prepare_scriptable__ = refuse_script
     allows_missing = True
     w: nn.Parameter
     beta: nn.Parameter

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.errors import check_module, refuse_script
+from ahop_layers.errors import check_module
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 
 
@@ -33,7 +33,6 @@ class Associator(nn.Module):
     does not have.
     """
 
-    __prepare_scriptable__ = refuse_script
     similarity: Any
     _added: ClassVar[tuple[str, ...]] = ()
 
