@@ -24,6 +24,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import ahop_layers as ah
 from ahop_layers import hopfield as original  # the layers of hopfield-layers; ``import hflayers`` if it is installed
+from ahop_layers.hflayers.auxiliary.data import BitPatternSet
 
 BATCH = 64
 
@@ -36,14 +37,9 @@ def build(hflayers: Any) -> nn.Module:
 
 def draw_bags(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Returns bags ``(count, 20, 8)`` and their labels ``(count,)``; the same signals for every seed."""
-    generator = torch.Generator().manual_seed(seed)
-    numbers = 1 + torch.randperm(255, generator=torch.Generator().manual_seed(43))  # a number is a pattern of 8 bits
-    signals, others = numbers[:8], numbers[8:]
-    bags = others[torch.randint(len(others), (count, 20), generator=generator)]
-    labels = torch.rand(count, generator=generator) < 0.5
-    signal = signals[torch.randint(8, (count,), generator=generator)]
-    bags[:, 0] = torch.where(labels, signal, bags[:, 0])  # pooling does not depend on the order of a bag
-    return (bags[..., None] >> torch.arange(8) & 1).float(), labels.float()
+    data = BitPatternSet(count, num_instances=20, num_signals=8, seed_data=seed)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return data.bags.float()[order], data.targets.float()[order]
 
 
 def train(model: nn.Module, bags: Tensor, labels: Tensor, epochs: int, lr: float, seed: int) -> list[float]:

@@ -14,6 +14,7 @@ from test_hopfield import NO_NORM, WITHOUT_PARAMETERS
 import ahop_layers as ah
 from ahop_layers import AdaptiveHopfield, AdaptiveHopfieldLayer, hopfield
 from ahop_layers.hflayers import transformer
+from ahop_layers.hflayers.auxiliary.data import BitPatternSet
 
 NAMES = ("Hopfield", "HopfieldLayer", "HopfieldPooling")
 OWN, ADAPTIVE = ({name: getattr(hopfield, prefix + name) for name in NAMES} for prefix in ("", "Adaptive"))
@@ -178,6 +179,7 @@ PROJECT = """
 import hflayers
 from hflayers import Hopfield, HopfieldLayer, HopfieldPooling
 from hflayers.activation import HopfieldCore
+from hflayers.auxiliary.data import BitPatternSet, LatchSequenceSet
 from hflayers.transformer import HopfieldDecoderLayer, HopfieldEncoderLayer
 layer = hflayers.HopfieldLayer(input_size=4, quantity=3)
 """
@@ -207,6 +209,40 @@ def test_signatures_are_those_of_hflayers(original):
     for ours, theirs in pairs:
         names = [[(p.name, p.default) for p in inspect.signature(each).parameters.values()] for each in (ours, theirs)]
         assert names[0] == names[1]
+
+
+def test_data_sets_draw_the_data_of_hflayers(original):
+    from hflayers.auxiliary import data as theirs
+
+    from ahop_layers.hflayers.auxiliary import data as ours
+
+    for name, arguments in (
+        ("BitPatternSet", {"num_bags": 40, "num_instances": 9, "num_signals": 5, "num_bits": 4}),
+        ("BitPatternSet", {"num_bags": 7, "num_instances": 6, "num_signals": 3, "num_signals_per_bag": 4}),
+        ("LatchSequenceSet", {"num_samples": 30, "num_characters": 5}),
+    ):
+        sets = [getattr(module, name)(**arguments) for module in (ours, theirs)]
+        assert len(sets[0]) == len(sets[1])
+        for pair in zip(*sets, strict=True):
+            assert all(torch.equal(pair[0][key], pair[1][key]) for key in ("data", "target"))
+        assert torch.equal(sets[0].targets, sets[1].targets)
+    assert torch.equal(ours.BitPatternSet(9, 4, 2).signals, theirs.BitPatternSet(9, 4, 2).signals)
+
+
+def test_bit_patterns_contain_signals_in_one_class_only():
+    sizes = {"num_bags": 20, "num_instances": 6, "num_signals": 3, "num_bits": 5}
+    bags = BitPatternSet(**sizes, num_signals_per_bag=2)
+    found = (bags.bags.unsqueeze(2) == bags.signals).all(-1).any(-1).sum(1)
+    assert torch.equal(found, 2 * bags.targets)
+    assert (bags.num_targets_high, bags.num_targets_low) == (10, 10)
+    assert bags.bags.any(-1).all()
+    for arguments, message in (
+        ({"num_signals": 31}, r"num_signals must be less than 2\*\*num_bits - 1 = 31, got 31"),
+        ({"num_signals_per_bag": 7}, "between 0 and 6, got 7"),
+        ({"fraction_targets": 1.0}, "fraction_targets must be between 0 and 1, got 1.0"),
+        ({"num_bags": 0}, "num_bags must be an integer of at least 1, got 0"),
+    ):
+        refuses(message, BitPatternSet, **sizes | arguments)
 
 
 @pytest.mark.parametrize("name", ADAPTIVE)

@@ -13,6 +13,8 @@ from ahop_layers.hopfield import AdaptiveHopfieldPooling as HopfieldPooling
 
 __all__ = ["Hopfield", "HopfieldLayer", "HopfieldPooling", "install_as_hflayers"]
 
+_SUBMODULES = ("", ".activation", ".auxiliary", ".auxiliary.data", ".transformer")
+
 
 def install_as_hflayers() -> None:
     """Makes ``import hflayers`` find the adaptive layers, also if the original is installed or already imported.
@@ -30,5 +32,5 @@ def install_as_hflayers() -> None:
     """
     for name in [name for name in sys.modules if name.partition(".")[0] == "hflayers"]:
         del sys.modules[name]
-    for name in ("", ".activation", ".transformer"):
+    for name in _SUBMODULES:
         sys.modules[f"hflayers{name}"] = import_module(f"ahop_layers.hflayers{name}")

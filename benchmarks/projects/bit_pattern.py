@@ -6,6 +6,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
+from ahop_layers.hflayers.auxiliary.data import BitPatternSet
 from benchmarks.projects.project import Project
 
 
@@ -15,15 +16,10 @@ def build(layers: Any) -> nn.Module:
 
 
 def batch(generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draws bags of 16 bit patterns; two of the patterns in half of the bags are among 8 signals."""
-    signals = torch.randint(0, 2, (8, 8), generator=Generator().manual_seed(43))
-    patterns = torch.arange(1, 256)[:, None] >> torch.arange(8) & 1
-    others = patterns[~(patterns[:, None] == signals).all(-1).any(-1)]
-    bags = others[torch.randint(len(others), (32, 16), generator=generator)]
-    for bag in bags[:16]:
-        places = torch.randperm(16, generator=generator)[:2]
-        bag[places] = signals[torch.randint(8, (2,), generator=generator)]
-    return bags.float(), (torch.arange(32) < 16).float()
+    """Draws bags of 16 bit patterns."""
+    seed = int(torch.randint(10**6, (1,), generator=generator))
+    bags = BitPatternSet(num_bags=32, num_instances=16, num_signals=8, num_signals_per_bag=2, seed_data=seed)
+    return bags.bags.float(), bags.targets.float()
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

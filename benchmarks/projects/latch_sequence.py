@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.nn import functional
 
+from ahop_layers.hflayers.auxiliary.data import LatchSequenceSet
 from benchmarks.projects.bit_pattern import loss
 from benchmarks.projects.project import Project
 
@@ -17,9 +17,8 @@ def build(layers: Any) -> nn.Module:
 
 def batch(generator: Generator) -> tuple[Tensor, Tensor]:
     """Draws sequences of 20 characters."""
-    characters = torch.randint(2, 6, (32, 20), generator=generator)
-    targets = characters[:, 0] = torch.randint(0, 2, (32,), generator=generator)
-    return functional.one_hot(characters, 6).float(), targets.float()
+    data = LatchSequenceSet(num_samples=32, seed=int(torch.randint(10**6, (1,), generator=generator)))
+    return torch.stack([item["data"] for item in data]), data.targets.float()  # type: ignore[attr-defined]
 
 
 PROJECT = Project("`HopfieldPooling` of 6 dimensions", build, batch, loss, blocks=3)
