@@ -12,6 +12,7 @@ from ahop_layers.convert.saved import load_similarities, save_similarities
 from ahop_layers.errors import AHopError
 from ahop_layers.hflayers import install_as_hflayers
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
+from ahop_layers.hopfield.adaptive import hflayers_state_dict
 from ahop_layers.memory import AssociativeMemory
 from ahop_layers.memory import variants as variants
 from ahop_layers.memory.images import ImageSimilarity
@@ -28,7 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AHopError", "Adaptive", "AdaptiveAttention", "AdaptiveHopfield", "AdaptiveHopfieldLayer",
     "AdaptiveHopfieldPooling", "AdaptiveSimilarity", "AssociativeMemory", "Blocks", "ImageSimilarity", "Report",
-    "Separation", "adapt_", "adaptive_similarity", "association_maps", "backends", "footprint",
+    "Separation", "adapt_", "adaptive_similarity", "association_maps", "backends", "footprint", "hflayers_state_dict",
     "install_as_hflayers", "load_similarities", "parameter_groups", "patches", "register_base",
     "register_converter", "revert_", "save_similarities", "similarity_parameters", "variants",
 ]  # fmt: skip

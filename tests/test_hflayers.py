@@ -15,6 +15,8 @@ import ahop_layers as ah
 from ahop_layers import AdaptiveHopfield, AdaptiveHopfieldLayer, hopfield
 from ahop_layers.hflayers import transformer
 from ahop_layers.hflayers.auxiliary.data import BitPatternSet
+from ahop_layers.hopfield.adaptive import is_dot_product
+from tests.samples import refuses
 
 NAMES = ("Hopfield", "HopfieldLayer", "HopfieldPooling")
 OWN, ADAPTIVE = ({name: getattr(hopfield, prefix + name) for name in NAMES} for prefix in ("", "Adaptive"))
@@ -255,10 +257,41 @@ def test_a_plain_layer_can_be_adapted_and_loads_the_state_dict_of_an_adaptive_on
     ah.adapt_(torch.nn.Sequential(changed := deepcopy(plain)))
     assert type(changed) is type(adaptive)
     torch.testing.assert_close(changed(x), before, atol=1e-6, rtol=1e-5)
-    output = adaptive.eval()(x)
-    assert ah.revert_(adaptive) == [""]
-    plain.load_state_dict(adaptive.state_dict(), strict=True)
-    torch.testing.assert_close(plain(x), output, atol=1e-6, rtol=1e-5)
+    plain.load_state_dict(ah.hflayers_state_dict(adaptive), strict=True)
+    torch.testing.assert_close(plain(x), adaptive.eval()(x), atol=1e-6, rtol=1e-5)
+    models = [torch.nn.Sequential(torch.nn.Linear(12, 12), layer) for layer in (adaptive, plain)]
+    assert set(ah.hflayers_state_dict(models[0])) == set(models[1].state_dict())
+
+
+def test_state_dict_for_hflayers_needs_the_dot_product():
+    layer = torch.nn.Sequential(AdaptiveHopfield(8, num_heads=2))
+    with torch.no_grad():
+        layer[0].association_core.similarity.w[1, 1, 3] += 1e-3
+    refuses(r"0\.association_core\.similarity must be the dot product", ah.hflayers_state_dict, layer)
+    sparse = AdaptiveHopfield(8, separation="sparsemax")
+    refuses("separation must be softmax for hflayers, got 'sparsemax'", ah.hflayers_state_dict, sparse)
+    learned = AdaptiveHopfield(8, scaling=torch.nn.Parameter(torch.ones(())))
+    refuses("scaling must be fixed", ah.hflayers_state_dict, learned)
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ({}, True),
+    ({"blocks": 2}, True),
+    ({"bases": ("dot",), "debias": True}, True),
+    ({"blocks": ah.Blocks(4, normalize=True)}, False),
+    ({"init": "uniform"}, False),
+])  # fmt: skip
+def test_is_dot_product_agrees_with_the_scores(arguments, expected):
+    similarity = ah.AdaptiveSimilarity(8, 2, **arguments)
+    query, key = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    assert is_dot_product(similarity) is expected
+    assert torch.allclose(similarity(query, key), query @ key.mT, atol=1e-5) is expected
+    for name in dict(similarity.named_parameters()):
+        changed = deepcopy(similarity)
+        with torch.no_grad():
+            changed.get_parameter(name).add_(0.1)
+        equal = torch.allclose(changed(query, key), query @ key.mT, atol=1e-5)
+        assert is_dot_product(changed) is equal, name
 
 
 @pytest.mark.parametrize("name", ADAPTIVE)

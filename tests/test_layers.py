@@ -16,6 +16,7 @@ from torch import nn
 from ahop_layers import (
     AdaptiveSimilarity,
     adapt_,
+    hflayers_state_dict,
     hopfield,
     similarity_parameters,
 )
@@ -193,6 +194,12 @@ def test_a_state_dict_of_other_layers_does_not_reset_a_similarity():
     assert (weight == 0.5).all()
     adaptive.load_state_dict(plain.state_dict())
     assert not (weight == 0.5).all()
+
+
+def test_parameters_of_a_model_whose_names_begin_alike_are_kept_for_hflayers():
+    layer = AdaptiveHopfield(8)
+    layer.association_core.similarity_scale = nn.Parameter(torch.ones(()))
+    assert "association_core.similarity_scale" in hflayers_state_dict(layer)
 
 
 def test_a_plain_checkpoint_resets_a_trained_similarity():

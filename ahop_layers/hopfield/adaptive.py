@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ahop_layers.errors import AHopError, check_module
 from ahop_layers.hopfield.core import Retrieval
 from ahop_layers.hopfield.layers import Hopfield, HopfieldInterface, HopfieldLayer, HopfieldPooling
+from ahop_layers.ops.reference import fold
 from ahop_layers.packed import PackedPatterns, check_bags
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import Init
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Init
+from ahop_layers.similarity.associator import Associator
 from ahop_layers.similarity.blocks import BlocksArgument
 from ahop_layers.similarity.options import SimilarityOptions, SimilaritySource
 
@@ -254,6 +257,50 @@ class AdaptiveHopfieldPooling(AdaptiveLayer, HopfieldPoolingBase):
         output, _, weights, _ = hopfield._call_core(query, bags, bags, return_raw_associations=return_association)
         output = hopfield.activate(output.transpose(0, 1)).flatten(1)
         return (output, weights) if return_association else output
+
+
+@torch.no_grad()
+def is_dot_product(similarity: nn.Module | None) -> bool:
+    """Returns whether a similarity computes the dot product for all patterns; an unknown class does not count."""
+    if not isinstance(similarity, AdaptiveSimilarity):
+        return similarity is None
+    if any(is_lazy(parameter) for parameter in similarity.parameters()):
+        return isinstance(similarity.init, str) and similarity.init == "dot"
+    if similarity.bias is not None and bool(similarity.bias.any()):
+        return False
+    total: Any = 0.0
+    for base, folded in zip(similarity.bases, fold(similarity.footprint_weight()).unbind(-2), strict=True):
+        differs = base != "dot" or similarity.blocks.normalize or bool((folded != folded[..., :1]).any())
+        if differs and bool(folded.any()):
+            return False
+        total = total + (folded[..., 0] if base == "dot" else 0.0)
+    return bool((torch.as_tensor(total) == 1).all())
+
+
+def hflayers_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the state dict of a model for its original with hflayers, which loads it with ``strict=True``.
+
+    Its similarities must still be the dot product, as after training with frozen similarities, its separations softmax,
+    and its scaling fixed.
+
+    >>> import ahop_layers as ah
+    >>> sorted(ah.hflayers_state_dict(ah.AdaptiveHopfield(8, disable_out_projection=True)))[:2]
+    ['association_core.in_proj_bias', 'association_core.in_proj_weight']
+    """
+    check_module(model=model)
+    state: dict[str, Tensor] = dict(model.state_dict())
+    for name, part in model.named_modules():
+        if isinstance(part, Associator):
+            if not is_dot_product(part.similarity):
+                raise AHopError(f"{name}.similarity must be the dot product for hflayers, got a learned similarity")
+            separation = getattr(getattr(part, "separation", None), "name", "softmax")
+            if separation != "softmax":
+                raise AHopError(f"{name}.separation must be softmax for hflayers, got {separation!r}")
+            if isinstance(getattr(part, "scaling", None), nn.Parameter):
+                raise AHopError(f"{name}.scaling must be fixed for hflayers, got a parameter")
+            added = tuple(f"{name}.{each}." if name else f"{each}." for each in part._added)
+            state = {key: value for key, value in state.items() if not f"{key}.".startswith(added)}
+    return state
 
 
 def make_plain(model: nn.Module) -> dict[str, nn.Module]:
