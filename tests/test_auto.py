@@ -291,7 +291,7 @@ def test_a_value_far_from_all_patterns_changes_neither_hits_nor_confidence(value
     stored, foreign = torch.rand(300, 32, generator=generator), torch.rand(200, 32, generator=generator)
     memory = ah.AssociativeMemory(stored)
     memory.fit()
-    assert memory.similarity.is_unbounded()
+    assert memory.similarity.is_unbounded
     known, limit = stored[:200].clone(), memory.threshold(0.01)
     known[:, :count], foreign[:, :count] = value, value
     hits = memory.search(known)

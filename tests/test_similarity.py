@@ -11,10 +11,10 @@ from torch import nn
 
 import ahop_layers as ah
 from ahop_layers.ops import reference
-from ahop_layers.similarity import protocol
 from ahop_layers.similarity.associator import named_similarities
 from ahop_layers.similarity.fixed import FIXED
 from ahop_layers.similarity.options import LazyAdaptiveSimilarity, SimilarityOptions
+from ahop_layers.similarity.protocol import is_solvable
 from ahop_layers.similarity.widths import quantiles, units
 from tests.samples import Scaled, refuses
 
@@ -456,13 +456,12 @@ def test_a_plain_function_is_a_similarity_that_can_do_nothing_else():
         return nn.functional.normalize(query, dim=-1) @ nn.functional.normalize(key, dim=-1).mT
 
     query, key = pair()
-    assert torch.equal(protocol.score(cosine, query, key), cosine(query, key))
-    for ask in (protocol.allows_missing, protocol.is_solvable, protocol.is_fused, protocol.is_unbounded):
-        assert not ask(cosine)
-    assert protocol.sources(cosine) == []
-    assert protocol.compared_size(cosine, 12) == 12
-    protocol.fix_scales_(cosine, key)
-    refuses("explain needs a fixed or an adaptive similarity, got function", protocol.explain, cosine, query, query)
+    memory = ah.AssociativeMemory(key, cosine)
+    assert torch.equal(memory.scores(query), cosine(query, key))
+    assert not is_solvable(cosine)
+    refuses("explain needs a fixed or an adaptive similarity, got function", memory.explain, query)
+    query[0, 0] = torch.nan
+    refuses("queries x must not hold NaN for this similarity", memory.search, query)
 
 
 @every_kind
@@ -471,22 +470,19 @@ def test_prepared_keys_and_explanations_give_the_scores(blocks):
     query, key = pair(count=4)
     similarity.fix_scales_(key)
     scores = similarity(query, key)
-    if protocol.sources(similarity):
-        prepared = protocol.prepare(similarity, key)
-        torch.testing.assert_close(protocol.score(similarity, query, key, prepared=prepared), scores)
-    torch.testing.assert_close(protocol.explain(similarity, query, key).sum(-1), scores.diagonal().detach())
+    torch.testing.assert_close(similarity(query, key, prepared=similarity.prepare(key)), scores)
+    torch.testing.assert_close(similarity.explain(query, key).sum(-1), scores.diagonal().detach())
     subset = ah.AdaptiveSimilarity(12, 2, blocks=blocks)
-    assert protocol.is_solvable(similarity)
-    assert not protocol.is_solvable(subset)  # with heads
-    refuses("explain needs a similarity without heads, got num_heads=2", protocol.explain, subset, query, query)
+    assert is_solvable(similarity)
+    assert not is_solvable(subset)  # with heads
+    refuses("explain needs a similarity without heads, got num_heads=2", subset.explain, query, query)
 
 
 def test_fixed_similarities_score_and_explain_known_values():
     query, key = pair(count=4)
     query[0, :5] = torch.nan
     for base, fixed in FIXED.items():
-        scores = protocol.score(fixed, query, key, missing=True)
+        scores = fixed(query, key, missing=True)
         values = reference.pair_values(query, key, base)
         torch.testing.assert_close(scores, 12 * values.nanmean(-1))
-        torch.testing.assert_close(protocol.explain(fixed, query, key).sum(-1), scores.diagonal())
-        assert protocol.allows_missing(fixed)
+        torch.testing.assert_close(fixed.explain(query, key).sum(-1), scores.diagonal())

@@ -23,7 +23,7 @@ from ahop_layers.memory.search import Queries, Scorer
 from ahop_layers.memory.storage import nested
 from ahop_layers.memory.variants import Variant
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity.protocol import compared_size
+from ahop_layers.similarity.protocol import is_solvable
 
 CALIBRATED, CALIBRATED_ELEMENTS = 1024, 2**20
 """Number of queries to which the confidence is fitted, as many unknown ones are kept; most values that are compared."""
@@ -160,8 +160,9 @@ def calibrate(
         The calibration, and the confidences of unknown queries in ascending order; None if the patterns are all equal,
         or of one class.
     """
-    stored, device = scorer.stored, scorer.stored.patterns.device
-    size = compared_size(scorer.similarity, stored.dim)  # images have several views, each of which takes time
+    stored, similarity, device = scorer.stored, scorer.similarity, scorer.stored.patterns.device
+    # Images have several views, each of which takes time.
+    size = sum(part.dim for part in similarity.parts()) if is_solvable(similarity) else stored.dim
     kept = some_patterns(stored.count, stored.dim, generator)[: max(CANDIDATES, CALIBRATED_ELEMENTS // size)]
     by_class = stored.classes is not None
     if isinstance(damage, Variant):

@@ -19,7 +19,7 @@ from ahop_layers.memory.search import Scorer
 from ahop_layers.memory.storage import Stored
 from ahop_layers.memory.variants import Variant, as_damage
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity.protocol import allows_missing, is_solvable
+from ahop_layers.similarity.protocol import is_solvable
 
 STEPS = 6
 """Number of steps of the progress bar: the queries, four of the similarity, and the confidence."""
@@ -48,7 +48,7 @@ def fit(scorer: Scorer, damage: Any, by_label: bool, seed: int, progress: bool) 
     """Learns the similarity of a memory in place; see :meth:`ahop_layers.AssociativeMemory.fit`."""
     stored, similarity, device = scorer.stored, scorer.similarity, scorer.stored.patterns.device
     if damage is None:
-        damage = questions.any_damage(stored.shape, allows_missing(similarity))
+        damage = questions.any_damage(stored.shape, getattr(similarity, "allows_missing", False))
     data = _read_damage(damage, scorer, by_label)
     bar = _progress_bar(progress)
     # Other numbers than those of the seed itself: patterns drawn with it would be values that replace others.

@@ -59,7 +59,7 @@ class ImageSimilarity(nn.Module):
     tensor(0)
     """
 
-    allows_missing = True
+    allows_missing = is_solvable = True
     dark: Tensor
 
     def __init__(
@@ -158,10 +158,6 @@ class ImageSimilarity(nn.Module):
         first, second = (rows.index_select(-1, each) for each in index)
         total = first.abs() + second.abs() + 2 * self.dark.to(rows.dtype)
         return (second - first) / torch.where(total > 0, total, 1.0)
-
-    def is_solvable(self) -> bool:
-        """Returns True: the score is linear in the weights of the views."""
-        return True
 
     @torch.no_grad()
     def explain(self, query: Tensor, key: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import check_state
 from ahop_layers.similarity.associator import Associator
-from ahop_layers.similarity.protocol import Similarity, fix_scales_, is_solvable
+from ahop_layers.similarity.protocol import Similarity, is_solvable
 
 
 class AssociativeMemory(Associator):
@@ -111,7 +111,8 @@ class AssociativeMemory(Associator):
         if stored.unknown:
             self._scorer().check_missing("patterns")
         if not sample.is_meta:
-            fix_scales_(self.similarity, sample)  # not per chunk of patterns
+            if hasattr(self.similarity, "fix_scales_"):
+                self.similarity.fix_scales_(sample)  # not per chunk of patterns
             if similarity == "auto" and beta is None and is_solvable(self.similarity):
                 self.beta.fill_(first_inverse_temperature(self.similarity, sample))
 

@@ -14,7 +14,7 @@ from ahop_layers.memory.storage import Stored, read_values
 from ahop_layers.memory.variants import known_range
 from ahop_layers.ops.operators import check_differentiable
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity import protocol
+from ahop_layers.similarity.protocol import Similarity
 
 QUERIES_AT_ONCE = 256
 """Number of queries that are scored at once where the scores of a chunk of patterns are not kept."""
@@ -45,7 +45,7 @@ class Scorer(NamedTuple):
     """Scores queries against what a memory stored at one moment."""
 
     stored: Stored
-    similarity: protocol.Similarity
+    similarity: Similarity
 
     def queries(self, x: Any, call: str) -> Queries:
         """Returns queries ``(..., d)``, or in the shape of the patterns, as a matrix, for the method ``call``."""
@@ -89,7 +89,7 @@ class Scorer(NamedTuple):
 
     def within_reach(self, rows: Tensor) -> Tensor:
         """Clamps ``rows (L, d)`` as :meth:`clamped` where a learned score does not saturate."""
-        return self.clamped(rows) if protocol.is_unbounded(self.similarity) else rows
+        return self.clamped(rows) if getattr(self.similarity, "is_unbounded", False) else rows
 
     def clamped(self, rows: Tensor) -> Tensor:
         """Clamps values that are farther from the stored ones than these are from each other.
@@ -115,7 +115,7 @@ class Scorer(NamedTuple):
 
     def check_missing(self, name: str) -> None:
         """Raises if the similarity cannot score pairs with missing values."""
-        if not protocol.allows_missing(self.similarity):
+        if not getattr(self.similarity, "allows_missing", False):
             raise AHopError(f"{name} must not hold NaN for this similarity, got NaN: similarity='auto' allows it")
 
     def scores(self, rows: Tensor, missing: bool | None = None) -> Tensor:
@@ -167,26 +167,36 @@ class Scorer(NamedTuple):
 
         What a block adds is divided equally among its known dimensions. An unknown value adds 0.
         """
-        return protocol.explain(self.similarity, rows, self.stored.sample(index).to(rows.dtype))
+        explain = getattr(self.similarity, "explain", None)
+        if explain is None:
+            kind = type(self.similarity).__name__
+            raise AHopError(f"explain needs a fixed or an adaptive similarity, got {kind}")
+        found: Tensor = explain(rows, self.stored.sample(index).to(rows.dtype))
+        return found
 
     def _compare(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None) -> Tensor:
         """Scores ``query (..., L, d)`` against patterns ``key (..., S, d)``."""
-        scores = protocol.score(self.similarity, query, key.to(query.dtype), missing, prepared)
+        options: dict[str, Any] = {"missing": True} if missing else {}
+        if prepared is not None:
+            options["prepared"] = [each.to(query.dtype) for each in prepared]
+        scores = self.similarity(query, key.to(query.dtype), **options)
         patterns, in_units = self.stored.patterns, getattr(self.similarity, "units", None) is not None
         return scores.to(patterns.dtype) if in_units and patterns.is_floating_point() else scores  # without a scale
 
     def _prepared(self) -> Sequence[Tensor] | None:
         """Returns copies of the patterns as the similarity prepares them, if it needs any."""
-        stored, prepare = self.stored, getattr(self.similarity, "prepare", None)
-        sources = protocol.sources(self.similarity)
+        stored, similarity = self.stored, self.similarity
+        if not hasattr(similarity, "prepare") or not hasattr(similarity, "sources") or torch.compiler.is_compiling():
+            return None
+        sources = similarity.sources()
         elements = len(stored.patterns) * sum(source.shape[-1] for source in sources if source.ndim)
-        if prepare is None or not 0 < elements <= PREPARED_ELEMENTS or torch.compiler.is_compiling():
+        if not 0 < elements <= PREPARED_ELEMENTS:
             return None
         if stored.patterns.requires_grad or any(each.is_inference() for each in (stored.patterns, *sources)):
             return None  # no gradient; no version counter
 
         def copies() -> tuple[Any, Sequence[Tensor]]:
-            return sources, prepare(stored.chunk(0, len(stored.patterns)))
+            return sources, similarity.prepare(stored.chunk(0, len(stored.patterns)))
 
         found: Sequence[Tensor]
         versions = [(id(source), source._version) for source in sources]  # the ids stay in use
@@ -202,7 +212,7 @@ class Scorer(NamedTuple):
         """
         dim, queries = self.stored.dim, max(1, queries)
         size = max(1, min(CHUNK_ELEMENTS // dim, CHUNK_SCORES // min(queries, QUERIES_AT_ONCE)))
-        if not protocol.is_fused(self.similarity) or self.stored.patterns.device.type != "cuda":
+        if not getattr(self.similarity, "is_fused", False) or self.stored.patterns.device.type != "cuda":
             return size
         return max(size, min(GPU_CHUNK_ELEMENTS // dim, CHUNK_SCORES // queries))
 

@@ -61,12 +61,14 @@ class AutoSimilarity(AdaptiveSimilarity):
         self.w[near, -1] = 1 / len(near)
         self.refresh()
 
+    @property
     def is_unbounded(self) -> bool:
-        """Returns whether a base does not saturate, so that a value far from all patterns can decide a score."""
+        """Whether a base does not saturate, so that a value far from all patterns can decide a score."""
         return any(self.names[row] != "near" for row in self._used)
 
+    @property
     def is_fused(self) -> bool:
-        """Returns True: the operator takes the widths of all bases."""
+        """True: the operator takes the widths of all bases."""
         return True
 
     def refresh(self) -> None:
@@ -102,7 +104,7 @@ class AutoSimilarity(AdaptiveSimilarity):
                 self.widths[row] = width
         self.refresh()
 
-    def _score(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None) -> Tensor:
+    def _score(self, query: Tensor, key: Tensor, numbers: Tensor | None, missing: bool) -> Tensor:
         used = self._used or list(range(len(self.names)))
         names = [self.names[row] for row in used]
         widths = None if self.widths is None else self.widths[used]
