@@ -35,7 +35,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Modules that are imported on first access, and the package that each one needs then.
-_ON_DEMAND = {"plots": "torch", "tabular": "sklearn", "torchmil": "torch"}
+_ON_DEMAND = {"neighbors": "sklearn", "plots": "torch", "torchmil": "torch"}
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -1,6 +1,6 @@
 """Time and peak memory of single features.
 
-To run: python -m benchmarks.costs recall|fit|near|mil|tabular [--device cuda] [--help]
+To run: python -m benchmarks.costs recall|fit|near|mil [--device cuda] [--help]
 
 - ``recall``: recall of 64 queries from a million patterns with 64 dimensions. The memory excludes the patterns.
 - ``fit``: a fit of a memory with default arguments, after a first one that loads the kernels.
@@ -8,8 +8,6 @@ To run: python -m benchmarks.costs recall|fit|near|mil|tabular [--device cuda] [
   missing; and a search with default arguments before and after a fit: each as a ratio to L1.
 - ``mil``: forward and backward of the pooling of one bag of 100,000 instances with 512 features. The memory excludes
   the instances and the model, and includes the gradients of all parameters.
-- ``tabular``: a fit of the tabular classifier on Adult, and the prediction of 100,000 rows. The memory excludes the
-  rows, the model and the predicted probabilities.
 
 Each measurement runs in its own process.
 """
@@ -17,19 +15,14 @@ Each measurement runs in its own process.
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 import ahop_layers as ah
 from ahop_layers.memory.variants import Replaced
-from ahop_layers.tabular import AdaptiveMemoryClassifier
-from benchmarks.harness.command import add_data_dir, explain_missing_data, make_parser
+from benchmarks.harness.command import make_parser
 from benchmarks.harness.memory import Result, in_own_process, peak, reset_peak
-from benchmarks.paper.tabular.data import files_of, load
-from benchmarks.paper.tabular.models import mark_categories
 
 HELP = {
     "patterns": "number of stored patterns",
@@ -125,25 +118,6 @@ def pooling_cost(instances: int, features: int, heads: int, embed: int, device: 
     return cost(lambda: forward_and_backward(bag), device)[1:]
 
 
-def fit_cost(folder: Path, device: str) -> tuple[float, float]:
-    """Returns the seconds of a fit with default parameters, and its test accuracy."""
-    split = load("adult", folder, 0)
-    X, test_X = (mark_categories(part, split.categories) for part in (split.X, split.test_X))
-    model = AdaptiveMemoryClassifier(random_state=0, device=device)
-    start = time.perf_counter()
-    model.fit(X, split.y)
-    return time.perf_counter() - start, model.score(test_X, split.test_y)
-
-
-def predict_cost(folder: Path, device: str) -> int:
-    """Returns the peak bytes of a prediction."""
-    split = load("adult", folder, 0, rows=6000)  # the prediction could reuse the memory of a larger fit
-    model = AdaptiveMemoryClassifier(random_state=0, device=device).fit(split.X, split.y)
-    rows = np.resize(split.X, (100_000, split.X.shape[1]))
-    probabilities, _, most = cost(lambda: model.predict_proba(rows), device)
-    return most - probabilities.nbytes
-
-
 def recall(options: argparse.Namespace) -> None:
     """Measures and prints a recall."""
     seconds, most = in_own_process(recall_cost, options.patterns, options.dim, options.queries, options.device)
@@ -173,20 +147,10 @@ def mil(options: argparse.Namespace) -> None:
     print(f"{size}: {seconds:.2f} s, {most / 1e9:.2f} GB in addition to the data ({data / 1e9:.2f} GB)")
 
 
-def tabular(options: argparse.Namespace) -> None:
-    """Measures and prints a fit and a prediction of the tabular classifier."""
-    with explain_missing_data():
-        files_of("adult", options.data_dir)
-    most = in_own_process(predict_cost, options.data_dir, options.device)
-    seconds, accuracy = in_own_process(fit_cost, options.data_dir, options.device)
-    size = f"Adult, default parameters, {options.device}, {torch.get_num_threads()} threads"
-    print(f"{size}: fit {seconds:.1f} s, test accuracy {accuracy:.4f}; {most / 1e6:.0f} MB to predict 100,000 rows")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints the costs of one feature."""
     parser = make_parser("costs", __doc__)
-    commands = parser.add_subparsers(required=True, metavar="recall|fit|near|mil|tabular")
+    commands = parser.add_subparsers(required=True, metavar="recall|fit|near|mil")
 
     def command(measure: Callable[[argparse.Namespace], None], text: str, **defaults: int) -> argparse.ArgumentParser:
         added = commands.add_parser(measure.__name__, help=text, description=f"Measures {text}.")
@@ -200,7 +164,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command(fit, "a fit of an associative memory", patterns=1000, dim=256)
     command(near, "saturating bases, missing values and the default similarity", patterns=4096, dim=256, queries=256)
     command(mil, "the pooling of one large bag", instances=100_000, features=512, heads=8, embed=0)
-    add_data_dir(command(tabular, "the tabular classifier"), "tabular/")
     options = parser.parse_args(arguments)
     options.measure(options)
 

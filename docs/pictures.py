@@ -188,13 +188,12 @@ def _frame(axis: Axes, color: str) -> None:
 
 def maps() -> Figure:
     """Draws the class token's attention in a small ViT, fine-tuned with the dot product and with adaptive attention."""
-    from examples.vision.model import VisionTransformer
-    from examples.vision.pictures import draw_maps
+    from examples.vit import VisionTransformer, draw_maps
 
     torch.manual_seed(0)
     patterns, shown = digits()
     images = (patterns.reshape(-1, 1, 8, 8) + 1) / 2
-    model = VisionTransformer((1, 8, 8), classes=10, patch=2, depth=2, width=48, heads=2)
+    model = VisionTransformer(channels=1, side=8, classes=10, patch=2, size=(2, 48, 2))
     _train(model, images[:1400], shown[:1400], epochs=15)
     dot, adaptive = model, deepcopy(model)
     ah.adapt_(dot)  # equals the dot product, and gives access to the attention maps

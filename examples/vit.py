@@ -90,9 +90,6 @@ class VisionTransformer(nn.Module):
         self.layers = nn.Sequential(
             *(nn.TransformerEncoderLayer(width, heads, 4 * width, **options) for _ in range(depth))
         )
-        for part in self.layers.modules():
-            if isinstance(part, nn.Linear):
-                nn.init.trunc_normal_(part.weight, std=0.02)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -204,36 +201,39 @@ def draw(model: VisionTransformer, data: ImageSet, folder: Path) -> None:
     )  # fmt: skip
     figure.savefig(folder / "confusion.png", dpi=100)
     if ah.similarity_parameters(model):
-        draw_maps(model, images[:8], labels[:8], predicted[:8], data.classes).savefig(folder / "maps.png", dpi=100)
+        answers = [
+            (data.classes[label], data.classes[answer]) for label, answer in zip(labels[:8], predicted[:8], strict=True)
+        ]
+        maps(model, images[:8], answers).savefig(folder / "maps.png", dpi=100)
         ah.plots.footprint_weights(model, change=True).savefig(folder / "weights.png", dpi=100)
 
 
-def draw_maps(
-    model: VisionTransformer, images: Tensor, labels: Tensor, predicted: Tensor, classes: Sequence[str]
-) -> Figure:
-    """Draws the attention of the class token, averaged over the heads: layers as rows, images as columns.
-
-    The last row shows the last layer with the dot product, the initial state, in all similarities. All maps have one
-    color scale.
-    """
+def maps(model: VisionTransformer, images: Tensor, answers: Sequence[tuple[str, str]]) -> Figure:
+    """Draws the attention of the class token in every layer, and in the last one with the dot product everywhere."""
     initial = deepcopy(model)
     for part in initial.modules():
         if isinstance(part, ah.AdaptiveSimilarity):
             part.reset_parameters()
     found, dot = ([*ah.association_maps(each, images).values()] for each in (model, initial))
     rows = {f"layer {number}": weights for number, weights in enumerate(found, 1)}
-    rows[f"layer {len(found)},\ndot product"] = dot[-1]
+    return draw_maps(images, {**rows, f"layer {len(found)},\ndot product": dot[-1]}, answers, model.grid)
+
+
+def draw_maps(images: Tensor, rows: dict[str, Tensor], answers: Sequence[tuple[str, str]], grid: int) -> Figure:
+    """Draws images with their true and predicted classes, and named rows of maps ``(n, heads, queries, keys)``.
+
+    A map is that of the class token over ``grid * grid`` patches, averaged over the heads. All have one color scale.
+    """
     figure = Figure(figsize=(1.2 * len(images) + 1.6, 1.25 * len(rows) + 1.6), layout="constrained")
     axes = figure.subplots(len(rows) + 1, len(images), squeeze=False)
     largest = max(float(weights[:, :, 0, 1:].mean(1).max()) for weights in rows.values())
-    for column, image in enumerate(images):
-        true, answer = classes[labels[column]], classes[predicted[column]]
-        color, sign = ("#6a9a3b", "\u2713") if true == answer else ("#c8555b", "\u2717")
+    for column, (image, (true, predicted)) in enumerate(zip(images, answers, strict=True)):
+        color, sign = ("#6a9a3b", "\u2713") if true == predicted else ("#c8555b", "\u2717")
         axes[0, column].imshow(image.permute(1, 2, 0).numpy(), cmap="gray")
         axes[0, column].set(xticks=[], yticks=[])
-        axes[0, column].set_title(f"true {true}\npredicted {answer} {sign}", fontsize="small", color=color)
+        axes[0, column].set_title(f"true {true}\npredicted {predicted} {sign}", fontsize="small", color=color)
         for axis, weights in zip(axes[1:, column], rows.values(), strict=True):
-            ah.plots.association_map(weights[column], image, (model.grid, model.grid), vmax=largest, ax=axis)
+            ah.plots.association_map(weights[column], image, (grid, grid), vmax=largest, ax=axis)
     for axis, name in zip(axes[:, 0], ("image", *rows), strict=True):
         axis.set_ylabel(name, rotation=0, ha="right", va="center")
     figure.colorbar(axes[1, 0].images[-1], ax=axes[1:], label="attention weight", shrink=0.9)

@@ -5,10 +5,12 @@ import re
 import runpy
 import sys
 
+import numpy as np
 import pytest
 import torch
+from scipy.io import savemat
 
-from benchmarks import kernels
+from benchmarks import kernels, wifi
 from benchmarks.harness.memory import CLEAR, peak, reset_peak
 from benchmarks.harness.rows import RESULTS, ResultTable, read, write
 
@@ -36,12 +38,11 @@ def test_every_command_prints_its_help(name, monkeypatch, capsys):
     ("paper.tabular", "--sets bank --models M-Hop --device cpu", "tabular/bank-full.csv.xz"),
     ("paper.lookup", "--quick --parts faces", "yale_b.npz"),
     ("search", "--data faces", "yale_b.npz"),
-    ("positioning", "--sets DSI2", "DSI2.mat"),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the module may be imported already
 def test_missing_data_is_named(name, options, file, tmp_path, monkeypatch):
-    folder = ["--data" if name == "positioning" else "--data-dir", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [name, *options.split(), *folder, "--output", str(tmp_path / "rows.csv")])
+    paths = ["--data-dir", str(tmp_path), "--output", str(tmp_path / "rows.csv")]
+    monkeypatch.setattr(sys, "argv", [name, *options.split(), *paths])
     with pytest.raises(SystemExit, match=rf"{re.escape(file)}[\s\S]*docs/data\.md"):
         runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     assert not (tmp_path / "rows.csv").exists()
@@ -121,3 +122,14 @@ def test_kernels_replaces_the_rows_of_its_cases_in_place(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit):
         run("--only", "d 512")
     assert f"expected a part of one of these names: {cases[0].name}; " in capsys.readouterr().err
+
+
+def test_wifi_signals_that_are_not_heard_are_unknown(tmp_path):
+    parts = {f"{part}{name}": np.full((count, width), value) for part, count in (("training", 4), ("test", 3))
+             for name, width, value in (("Macs", 7, -60.0), ("Labels", 5, 2.5))}  # fmt: skip
+    parts["testMacs"][1, 2] = wifi.NOT_HEARD
+    savemat(tmp_path / "DSI1.mat", {"database": parts})
+    data = wifi.load(tmp_path, "DSI1")
+    assert [each.shape for each in data] == [(4, 7), (4, 3), (3, 7), (3, 3)]
+    assert np.argwhere(np.isnan(data.asked)).tolist() == [[1, 2]]
+    assert np.nanmax(data.asked) == -60

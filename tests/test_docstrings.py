@@ -18,7 +18,7 @@ INTERFACE = {"forward", "extra_repr", "reset_parameters", "get_extra_state", "se
 def public() -> dict[str, object]:
     """Returns the public classes and functions of the package and its modules, and the methods of a memory."""
     found: dict[str, object] = {name: getattr(ah, name) for name in ah.__all__ if name != "variants"}
-    for name in ("variants", "plots", "tabular", "torchmil", "separation", "similarity.table"):
+    for name in ("memory.variants", "plots", "neighbors", "torchmil", "separation"):
         module = import_module(f"ahop_layers.{name}")
         here = [each for each, it in vars(module).items() if getattr(it, "__module__", None) == module.__name__]
         things = {each: getattr(module, each) for each in getattr(module, "__all__", here) if not each.startswith("_")}

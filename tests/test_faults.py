@@ -302,11 +302,11 @@ def test_a_memory_without_labels_has_no_classes():
     assert AssociativeMemory(ROWS).classes is None
 
 
-def test_tables_name_the_extra_that_has_scikit_learn(monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn" or ".tabular" in name]:
+def test_neighbors_name_the_extra_that_has_scikit_learn(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(("sklearn", "ahop_layers.neighbors"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(
-        ImportError, match=r"needs scikit-learn, got no installation: pip install ahop-layers\[tabular\]"
+        ImportError, match=r"needs scikit-learn, got no installation: pip install ahop-layers\[sklearn\]"
     ):
-        import ahop_layers.tabular  # noqa: F401
+        import ahop_layers.neighbors  # noqa: F401

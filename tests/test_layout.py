@@ -18,7 +18,7 @@ PACKAGE = Path(ah.__file__).parent
 # A module or folder imports only from entries above it in this list. Imports inside a folder must not be cyclic.
 LAYOUT = """
     errors files ops separation similarity association packed training hopfield hflayers attention convert memory
-    tabular neighbors torchmil plots
+    neighbors torchmil plots
 """.split()  # noqa: SIM905 - the list reads as the folder does
 
 
@@ -78,7 +78,7 @@ def test_public_names():
     """
     assert sorted(ah.__all__) == names.split()
     assert all(getattr(ah, name).__doc__ for name in ah.__all__)
-    modules = {"plots", "tabular", "torchmil"}
+    modules = {"neighbors", "plots", "torchmil"}
     assert {*ah.__all__, "plots", "torchmil", "__version__"} <= set(dir(ah)) <= {*ah.__all__, *modules, "__version__"}
     assert all(hasattr(ah, name) for name in dir(ah))
 
@@ -88,14 +88,14 @@ def test_help_needs_the_core_alone():
 sys.modules |= dict.fromkeys(("sklearn", "matplotlib"))  # cannot be imported
 import ahop_layers
 assert "AssociativeMemory" in pydoc.render_doc(ahop_layers)
-assert "tabular" not in dir(ahop_layers) and "plots" in dir(ahop_layers)"""
+assert "neighbors" not in dir(ahop_layers) and "plots" in dir(ahop_layers)"""
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_modules_with_further_dependencies_are_imported_on_demand():
     code = 'import sys, ahop_layers, ahop_layers.plots; assert not {"sklearn", "matplotlib"} & set(sys.modules)'
     subprocess.run([sys.executable, "-c", code], check=True)
-    for thing in (ah.tabular.AdaptiveMemoryClassifier, ah.plots.association_map, ah.torchmil.AdaptivePool):
+    for thing in (ah.neighbors.AdaptiveNeighborsClassifier, ah.plots.association_map, ah.torchmil.AdaptivePool):
         assert thing.__module__.startswith("ahop_layers")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = ah.nothing

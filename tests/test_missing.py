@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ahop_layers as ah
-from ahop_layers.memory import AdaptiveTableSimilarity, TableSimilarity
 from ahop_layers.memory import search as search_module
 from ahop_layers.ops import chunked, reference
 from tests.samples import refuses
 
-SIMILARITIES = ["auto", "dot", "dis", "l1", "adaptive", "normalized", "table"]
+SIMILARITIES = ["auto", "dot", "dis", "l1", "adaptive", "normalized"]
 BASES = ("dis", "dot", "l1", ("near", 0.3))
 UNEQUAL = torch.tensor([0, 1, 0, 2, 0, 1])
 BLOCKS = {
@@ -47,8 +46,6 @@ def make(similarity, patterns, **keywords):
     given, dim = similarity, patterns.shape[1]
     if similarity == "normalized":
         given = ah.AdaptiveSimilarity(dim, blocks=ah.Blocks(torch.arange(dim) // 3, normalize=True))
-    elif similarity == "table":
-        given = AdaptiveTableSimilarity(dim, key_range=1.5, knots=(7, 5))
     given = given if isinstance(given, str) else given.to(torch.as_tensor(patterns).dtype)
     memory = ah.AssociativeMemory(patterns, given, labels=LABELS[: len(patterns)], **keywords)
     if isinstance(memory.similarity, ah.AdaptiveSimilarity):
@@ -101,17 +98,6 @@ def pair_score(query, key, folded, bases, widths, numbers):
     return sum(stretched(values, u) for values, u in zip(np.array(blocks).T, folded, strict=True))
 
 
-def table_score(table, query, key):
-    """The table of one pair, interpolated bilinearly at each known dimension."""
-    values, reach, scores = table.table.detach().double().numpy(), table.reach.item(), []
-    for each in np.stack([query / (2 * reach), key / reach], -1)[~np.isnan(query + key)]:
-        place = (each + 1) * (np.array(table.knots) - 1) / 2
-        i, j = np.clip(np.floor(place).astype(int), 0, np.array(table.knots) - 2)
-        row, column = place - (i, j)
-        scores.append(np.array([1 - row, row]) @ values[i : i + 2, j : j + 2] @ np.array([1 - column, column]))
-    return len(query) * float(np.mean(scores)) if scores else -math.inf
-
-
 def by_pairs(similarity, query, key):
     """Scores ``(L, S)`` by a loop over pairs in float64, which states the definition."""
     query = query.double() if similarity.bias is None else query.double() - similarity.bias.detach().double()
@@ -127,9 +113,6 @@ def by_pairs(similarity, query, key):
         for i, j in np.ndindex(*scores.shape):
             common = not np.isnan(query[i] + key[j]).all()
             scores[i, j] += pair_score(pair[0][i], pair[1][j], folded, *options, numbers) if common else -math.inf
-    table = similarity if isinstance(similarity, TableSimilarity) else getattr(similarity, "table", None)
-    for i, j in np.ndindex(*scores.shape) if table is not None else ():
-        scores[i, j] += table_score(table, query[i], key[j])
     return torch.from_numpy(scores)
 
 
@@ -139,8 +122,8 @@ def by_hand(memory, query):
     if isinstance(similarity, ah.AdaptiveSimilarity):
         return by_pairs(similarity, query, patterns)
     query, key = query.double()[:, None], patterns
-    values = {"dot_product": query * key, "negative_distance": -((query - key) ** 2)}
-    return patterns.shape[1] * values.get(similarity.__name__, -(query - key).abs()).nanmean(-1)
+    values = {"dot": query * key, "dis": -((query - key) ** 2), "l1": -(query - key).abs()}
+    return patterns.shape[1] * values[similarity.base].nanmean(-1)
 
 
 @pytest.mark.parametrize("missing", [False, True])
@@ -176,17 +159,15 @@ def test_tiles_with_missing_values_equal_one_tile(monkeypatch):
 
 def check(memory, query, scores):
     """Every result follows from the scores by hand."""
-    patterns = memory.patterns
     torch.testing.assert_close(memory.scores(query), scores)
     assert torch.equal(memory.recall(query), scores.argmax(-1))
-    for shortlist in (None, len(patterns)):
-        torch.testing.assert_close(memory.search(query, 4, shortlist), tuple(scores.topk(4)))
+    torch.testing.assert_close(tuple(memory.search(query, 4)), tuple(scores.topk(4)))
     logits = memory.beta * scores
     expected = torch.stack([logits[:, memory.labels == label].logsumexp(-1) for label in memory.classes], -1)
     torch.testing.assert_close(memory.class_scores(query), expected)
     assert torch.equal(memory.classify(query), memory.classes[expected.argmax(-1)])
-    weights, known = logits.softmax(-1), (~patterns.isnan()).double()
-    average = weights @ patterns.nan_to_num(0.0) / (weights @ known)
+    weights, known = logits.softmax(-1), (~memory.patterns.isnan()).double()
+    average = weights @ memory.patterns.nan_to_num(0.0) / (weights @ known)
     torch.testing.assert_close(memory.retrieve(query), average)
 
 
@@ -303,52 +284,9 @@ def test_a_normalized_block_is_filled_or_without_correlation_at_any_scale_and_of
     torch.testing.assert_close(values[share >= 0.5], expected[share >= 0.5])
 
 
-@pytest.mark.parametrize("make_table", [TableSimilarity, AdaptiveTableSimilarity])
-def test_tables_follow_the_definition_for_all_combinations_of_known_dimensions(make_table):
-    query, key = masked_rows(64, 1), torch.cat([masked_rows(3, 2), random(1, 6, seed=3)])
-    similarity = randomized(make_table(6, debias=True, knots=(5, 4)))
-    expected = by_pairs(similarity, query, key)
-    torch.testing.assert_close(similarity(query, key, missing=True).detach(), expected)
-    known = ~query.isnan()
-    similarity(query.requires_grad_(), key, missing=True)[known.all(-1)].sum().backward()
-    assert query.grad[known].isfinite().all()
-    assert similarity.bias.grad.isfinite().all()
-    query, key = random(4, 6), random(5, 6, seed=2)
-    scores, complete = similarity(query, key, missing=True), similarity(query, key)
-    assert make_table is AdaptiveTableSimilarity or torch.equal(scores, complete)
-    torch.testing.assert_close(scores, complete)
-    memory, query = ah.AssociativeMemory(unknown(random(20, 6), 0.3), similarity), unknown(query.detach(), 0.3)
-    torch.testing.assert_close(memory.scores(query), by_pairs(similarity, query, memory.patterns))
-
-
-def test_tables_count_common_dimensions_beyond_the_integers_of_half_precision():
-    similarity = TableSimilarity(1001).bfloat16()
-    query, key = torch.ones(1, 1001).bfloat16(), torch.ones(2, 1001).bfloat16()
-    query[0, ::2] = torch.nan
-    scores = similarity(query, key, missing=True)
-    assert scores.dtype == torch.bfloat16
-    torch.testing.assert_close(scores.float(), torch.full((1, 2), 1001.0), rtol=0.01, atol=0)
-
-
-@pytest.mark.parametrize("table", [True, False])
-def test_presets_accept_unknown_values(table):
-    patterns = unknown(random(40, 6), 0.3)
-    memory = ah.AssociativeMemory.preset("A-Hop", patterns, table=table, blocks=ah.Blocks(2, normalize=True))
-    if table:
-        assert memory.similarity.table.reach == patterns.nan_to_num(0.0).abs().max().float()
-        memory.similarity.table.table.data.copy_(random(41, 9))
-    memory.similarity.double()
-    query = unknown(random(5, 6, seed=2), 0.3, 3)
-    expected = by_pairs(memory.similarity, query, patterns)
-    torch.testing.assert_close(memory.scores(query), expected)
-    assert torch.equal(ah.AssociativeMemory.preset("U-Hop", patterns).recall(patterns), torch.arange(40))
-    refuses("patterns must not hold NaN for this similarity", ah.AssociativeMemory.preset, "K-Hop", patterns)
-
-
-@pytest.mark.parametrize("similarity", ["normalized", "table"])
-def test_scores_without_nan_are_unchanged_bit_for_bit(similarity):
+def test_scores_without_nan_are_unchanged_bit_for_bit():
     patterns, query = random(40, 6, dtype=torch.float32), random(7, 6, seed=2, dtype=torch.float32)
-    memory = make(similarity, patterns)
+    memory = make("normalized", patterns)
     assert torch.equal(memory.scores(query), memory.similarity(query, patterns))
 
 
@@ -421,33 +359,9 @@ def test_rows_without_nan_do_not_depend_on_the_others(similarity):
     mixed[::2] = unknown(mixed[::2], 0.5, 3)
     for method in METHODS:
         torch.testing.assert_close(getattr(memory, method)(mixed)[1::2], getattr(memory, method)(query)[1::2])
-    for shortlist in (None, 15):
-        mixed_found, found = (memory.search(each, 3, shortlist) for each in (mixed, query))
-        torch.testing.assert_close(mixed_found[0][1::2], found[0][1::2])
-        assert torch.equal(mixed_found[1][1::2], found[1][1::2])
-
-
-@pytest.mark.parametrize("similarity", ["auto", "dot", "dis", "l1", "correlation"])
-def test_a_shortlist_finds_the_best_of_the_known_values(similarity):
-    patterns = unknown(random(400, 16), 0.1)
-    patterns = patterns / patterns.nan_to_num(0.0).norm(dim=-1, keepdim=True)
-    query = unknown(patterns[:50], 0.2, 3)
-    correlation = ah.AdaptiveSimilarity(16, blocks=ah.Blocks(4, normalize=True)).double()
-    memory = ah.AssociativeMemory(patterns, correlation if similarity == "correlation" else similarity)
-    scores, found = memory.search(query, 1, shortlist=150)
-    exact, best = memory.search(query)
-    assert (found == best).double().mean() > 0.9
-    torch.testing.assert_close(scores[found == best], exact[found == best])
-
-
-def test_an_index_has_no_unknown_values_but_its_queries_may():
-    patterns = random(400, 16)
-    with pytest.raises(ah.AHopError, match="build_index needs patterns without unknown values, got NaN"):
-        ah.AssociativeMemory(unknown(patterns, 0.1)).build_index()
-    pytest.importorskip("faiss")
-    memory, query = ah.AssociativeMemory(patterns, "dis"), unknown(patterns[:50], 0.2, 3)
-    memory.build_index("Flat")
-    assert (memory.search(query, shortlist=150)[1][:, 0] == torch.arange(50)).double().mean() > 0.9
+    mixed_found, found = (memory.search(each, 3) for each in (mixed, query))
+    torch.testing.assert_close(mixed_found.scores[1::2], found.scores[1::2])
+    assert torch.equal(mixed_found.indices[1::2], found.indices[1::2])
 
 
 @pytest.mark.parametrize("similarity", SIMILARITIES)
@@ -477,9 +391,9 @@ def test_memories_with_nan_are_saved_loaded_copied_and_extended(similarity, tmp_
 
 def test_a_failed_load_keeps_unknown_values():
     patterns, query = unknown(random(8, 4), 0.3), random(3, 4, seed=2)
-    memory, complete = (ah.AssociativeMemory(each, "dis", prior=True) for each in (patterns, random(8, 4, seed=3)))
+    memory, complete = (ah.AssociativeMemory(each, "dis") for each in (patterns, random(8, 4, seed=3)))
     before = memory.scores(query)
-    refuses("prior must be", memory.load_state_dict, complete.state_dict() | {"prior": torch.zeros(3)})
+    refuses("beta must be", memory.load_state_dict, complete.state_dict() | {"beta": torch.tensor(-1.0)})
     assert torch.equal(memory.scores(query), before)
 
 
@@ -495,7 +409,7 @@ def test_other_dtypes(similarity, dtype):
     assert memory.retrieve(query).isfinite().all()
 
 
-@pytest.mark.parametrize("similarity", ["adaptive", "normalized", "table"])
+@pytest.mark.parametrize("similarity", ["adaptive", "normalized"])
 def test_gradients_of_known_values_are_finite(similarity):
     memory = make(similarity, unknown(random(40, 6), 0.2))
     query = unknown(random(4, 6, seed=2), 0.3, 3).requires_grad_()
@@ -506,19 +420,9 @@ def test_gradients_of_known_values_are_finite(similarity):
     assert all(parameter.grad.isfinite().all() for parameter in memory.similarity.parameters())
 
 
-@pytest.mark.parametrize("keywords", [{}, {"table": True}, {"blocks": ah.Blocks(2, normalize=True)}], ids=str)
-@pytest.mark.filterwarnings("ignore:fit did not improve")
-def test_other_similarities_are_trained_with_unknown_values(keywords):
-    memory = ah.AssociativeMemory.preset("A-Hop", unknown(random(30, 8, dtype=torch.float32), 0.2), **keywords)
-    most = 0.2 if "blocks" in keywords else 0.6  # a query without a block of its pattern has no finite loss
-    losses = memory.fit(ah.variants.Missing((0.0, most)), epochs=20, batch=64, progress=False)
-    assert losses.isfinite().all()
-    assert losses[-5:].mean() < losses[:5].mean()
-
-
 def test_a_bias_is_learned_from_known_values():
     patterns, shift = random(60, 8, dtype=torch.float32), torch.linspace(-1, 1, 8)
-    memory = ah.AssociativeMemory.preset("A-Hop", patterns, init="dis", debias=True)
+    memory = ah.AssociativeMemory(patterns, ah.AdaptiveSimilarity(8, init="dis", debias=True))
     index = torch.arange(600) % 60
-    memory.fit((index, unknown(patterns[index] + shift, 0.3)), epochs=3, lr=1e-3, progress=False)
+    memory.fit((index, unknown(patterns[index] + shift, 0.3)))
     torch.testing.assert_close(memory.similarity.bias.detach(), shift, atol=0.05, rtol=0)

@@ -1,14 +1,10 @@
-"""Parameter groups, reparametrized weights and the learning-rate schedule."""
-
-from contextlib import suppress
+"""Parameter groups of similarities and of all other parameters."""
 
 import pytest
 import torch
 from torch import nn
 
 import ahop_layers as ah
-from ahop_layers.ops.reference import fold
-from ahop_layers.training import folded_weights, warmup_cosine
 from tests.samples import Scaled
 
 
@@ -50,70 +46,3 @@ def test_a_model_without_similarity_has_one_group_and_a_shared_similarity_is_in_
     layers = nn.Sequential(*(ah.AdaptiveAttention(8, 2, similarity=similarity) for _ in range(2)))
     assert ids(ah.parameter_groups(layers, lr=0.1)[1]["params"]) == ids(similarity.parameters())
     torch.optim.SGD(ah.parameter_groups(layers, lr=0.1))  # refuses a parameter in two groups
-
-
-def test_a_step_on_a_folded_weight_changes_one_rank_and_frozen_weights_are_not_reparametrized():
-    similarity = ah.AdaptiveSimilarity(4, bases=("dot",))
-    with folded_weights(similarity):
-        (folded,) = (p for p in similarity.parameters() if p.requires_grad)
-        before = fold(similarity.w.detach())
-        with torch.no_grad():
-            folded[..., 1] += 0.5
-        torch.testing.assert_close(fold(similarity.w.detach()) - before, torch.tensor([[0.0, 0.5, 0.0, 0.0]]))
-    similarity.w.requires_grad_(False)
-    with folded_weights(similarity):
-        assert dict(similarity.named_parameters()).keys() == {"w", "beta"}
-
-
-@pytest.mark.parametrize("and_unfolded", [False, True])
-@pytest.mark.parametrize(
-    "blocks", [None, ah.Blocks(2, normalize=True), torch.tensor([0, 0, 1, 0, 2, 2, 2, 3])], ids=str
-)
-def test_weights_are_reparametrized_and_restored_even_after_an_exception(blocks, and_unfolded):
-    similarity = ah.AdaptiveSimilarity(8, blocks=blocks, debias=True)
-    for parameter in similarity.parameters():
-        nn.init.normal_(parameter)
-    query, key = torch.randn(5, 8), torch.randn(6, 8)
-    expected, names = similarity(query, key), list(similarity.state_dict())
-    parameters = dict(similarity.named_parameters())
-    with suppress(KeyboardInterrupt), folded_weights(nn.Sequential(similarity), and_unfolded=and_unfolded):
-        torch.testing.assert_close(similarity(query, key), expected, rtol=1e-4, atol=1e-4)
-        trained = [p for p in similarity.parameters() if p.requires_grad]
-        assert len(trained) == 2 + and_unfolded
-        similarity(query, key).square().sum().backward()
-        assert all(p.grad.abs().sum() > 0 for p in trained)
-        raise KeyboardInterrupt
-    torch.testing.assert_close(similarity(query, key), expected, rtol=1e-4, atol=1e-4)
-    assert sorted(similarity.state_dict()) == sorted(names)
-    assert all(p is parameters[name] and p.requires_grad for name, p in similarity.named_parameters())
-
-
-@pytest.mark.parametrize(
-    ("dim", "blocks", "scale"),
-    [(128, None, 1 / 4), (128, 32, 1.0), (1024, 64, 64 / 1024), (1024, ah.Blocks(128, normalize=True), 1 / 4)],
-)
-def test_a_step_on_all_weights_changes_a_score_as_much_as_with_64_dimensions(dim, blocks, scale):
-    similarity = ah.AdaptiveSimilarity(dim, bases=("dot",), blocks=blocks).double()
-    ones = torch.ones(1, dim, dtype=torch.float64)
-    with folded_weights(similarity, and_unfolded=True):
-        _, plain = (p for p in similarity.parameters() if p.requires_grad)
-        before = similarity.w.detach().clone()
-        with torch.no_grad():
-            plain += 1.0
-        torch.testing.assert_close(similarity.w.detach() - before, torch.full_like(before, scale))
-        if blocks is None or isinstance(blocks, int):  # the sum of all footprint entries, for similarities of 1
-            n = similarity.blocks.count(dim)
-            change = similarity(ones, ones).item() - dim
-            assert change == pytest.approx(scale * dim * (n + 1) / 2)
-            assert change <= 64**2 / 2 * (1 + 1 / n) + 1e-9
-
-
-@pytest.mark.parametrize("count", [1, 100])
-def test_the_learning_rate_rises_and_decays(count):
-    factors = [warmup_cosine(step, count) for step in range(count)]
-    peak = count // 10
-    assert factors[peak] == 1
-    assert factors[: peak + 1] == sorted(factors[: peak + 1])
-    assert factors[peak:] == sorted(factors[peak:], reverse=True)
-    assert all(0 < factor <= 1 for factor in factors)
-    assert warmup_cosine(count, count) == pytest.approx(0, abs=1e-9)

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from ahop_layers.memory import variants as v
 from ahop_layers.errors import AHopError
+from ahop_layers.memory import variants as v
 from benchmarks.damages import Occluded
 
 

@@ -85,8 +85,7 @@ def test_maps_show_predictions_and_the_dot_product():
     for part in ah.similarity_parameters(model):
         torch.nn.init.normal_(part)
     after = ah.association_maps(model, images).values()
-    figure = vit.draw_maps(model, images, torch.tensor([0, 0]), torch.tensor([0, 1]), ["cat", "dog", "cow"])
-    *axes, _ = figure.axes
+    *axes, _ = vit.maps(model, images, [("cat", "cat"), ("cat", "dog")]).axes
     assert [axis.get_title() for axis in axes[:2]] == [
         "true cat\npredicted cat \u2713",
         "true cat\npredicted dog \u2717",

@@ -19,10 +19,10 @@ from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.hopfield.adaptive import make_plain
 from ahop_layers.ops.operators import is_compiled
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Init
+from ahop_layers.similarity.adaptive import Init
 from ahop_layers.similarity.associator import SimilarityList, similarity_parameters
 from ahop_layers.similarity.blocks import BlocksArgument
-from ahop_layers.similarity.options import LazyAdaptiveSimilarity, SimilarityOptions, SimilaritySource
+from ahop_layers.similarity.options import SimilarityOptions, SimilaritySource
 
 Where = Callable[[str, nn.Module], bool] | str | Iterable[str]
 """Selects modules: a function of name and module, or one or several name patterns such as ``"encoder.*"``."""

@@ -82,20 +82,6 @@ def adaptive_similarity(
     >>> torch.allclose(scores, query @ key.mT, atol=1e-5)
     True
     """
-    return score_pairs(query, key, weight, bases, blocks, widths, missing, backend)
-
-
-def score_pairs(
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: Sequence[str],
-    blocks: int | Tensor | None,
-    widths: Tensor | None,
-    missing: bool,
-    backend: str = "auto",
-) -> Tensor:
-    """The scores of :func:`adaptive_similarity`."""
     names = check_bases(bases)
     check_pair(query, key)
     batch = _check_weight(query, key, weight, names, uneven=isinstance(blocks, Tensor))

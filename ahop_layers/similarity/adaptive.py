@@ -18,7 +18,7 @@ from ahop_layers.errors import (
     describe,
     refuse_script,
 )
-from ahop_layers.ops.operators import score_pairs
+from ahop_layers.ops.operators import adaptive_similarity
 from ahop_layers.ops.reference import BASES, block_sums, check_bases, fold, known_blocks, pair_values, stretched, unfold
 from ahop_layers.similarity.blocks import (
     Blocks,
@@ -271,7 +271,7 @@ class AdaptiveSimilarity(nn.Module):
     def _score(self, query: Tensor, key: Tensor, numbers: Tensor | None, missing: bool) -> Tensor:
         """Computes the scores of rows that :meth:`compared` returned."""
         weight, missing = self.footprint_weight(), missing and self.norm is None
-        return score_pairs(query, key, weight, self.names, numbers, self.widths, missing)
+        return adaptive_similarity(query, key, weight, self.names, numbers, widths=self.widths, missing=missing)
 
     def compared(
         self, query: Tensor, key: Tensor, missing: bool = False, prepared: Sequence[Tensor] | None = None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import kernels_report, models_report, packed, positioning, search_costs, summary, vit, vit_report
+from benchmarks import kernels_report, models_report, packed, search_costs, summary, vit, vit_report
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
 from benchmarks.harness.rows import RESULTS, Row, read
@@ -22,9 +22,7 @@ from benchmarks.paper.mil import report as mil_report
 from benchmarks.paper.retrieval import measure as retrieval
 from benchmarks.paper.retrieval import multimodal
 from benchmarks.paper.retrieval import report as retrieval_report
-from benchmarks.paper.tabular import damaged as tabular_damaged
 from benchmarks.paper.tabular import report as tabular_report
-from benchmarks.paper.tabular import small_report as tabular_small_report
 from benchmarks.projects import adaptive as projects_adaptive
 from benchmarks.projects import measure as projects
 from benchmarks.projects import widths as projects_widths
@@ -228,14 +226,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "ar": lambda: by_device("search --data ar --file AR_42_30.mat", rows_of("ar.csv"), ar.accuracy_table),
     "search-time": lambda: by_device("search", rows_of("search.csv"), search_report.time_table),
     "search-answers": search_answers,
-    "positioning": lambda: by_device("positioning", rows_of("positioning.csv"), positioning.report),
     "models": lambda: part("models --parts run", rows_of("models.csv"), models_report.report, "tests"),
     "models-names": lambda: part("models --parts count", rows_of("models_timm.csv"), models_report.of_names, "tests"),
     "search-costs": lambda: by_device("search_costs", rows_of("search_costs.csv"), search_costs.report),
     "tabular": lambda: part("paper.tabular", rows_of("tabular.csv"), tabular_report.report),
-    "tabular-large": lambda: part("paper.tabular", rows_of("tabular.csv"), tabular_report.overview),
-    "tabular-small": lambda: part("paper.tabular small", rows_of("tabular_small.csv"), tabular_small_report.report),
-    "tabular-damaged": lambda: part("paper.tabular damaged", rows_of("tabular_damaged.csv"), tabular_damaged.report),
 }
 """The tables, by the NAME of their place."""
 
@@ -281,21 +275,6 @@ DRAWN = {
         "Each line is the accuracy of a method by the fraction of the pixels that are replaced (left) and of the"
         " area that is covered (right), for faces (top) and digits (bottom). The thick line is the adaptive memory."
         " Points are means over the splits.",
-    ),
-    "tabular_small": Picture(
-        "Mean ranks of models over small tables, with the critical difference",
-        lambda: rows_of("tabular_small.csv"),
-        tabular_small_report.draw,
-        "Each point is the mean rank of a model with default parameters over the small tables; 1 is best. A gray line"
-        " joins models whose ranks do not differ significantly.",
-    ),
-    "tabular_damaged": Picture(
-        "Scores of models against the fraction of missing and of wrong cells of test rows",
-        lambda: rows_of("tabular_damaged.csv"),
-        tabular_damaged.draw,
-        "Each line is the mean score of a model over tables and folds by the fraction of the cells of a test row that"
-        " are missing (left) or have the value of another row (right). Lines of models that are trained on damaged rows"
-        " are dashed; the thick lines are the adaptive memory.",
     ),
     "mil": Picture(
         "AUC of seven poolings against the strength of masking, noise and bias",

@@ -57,25 +57,23 @@ def folded_weights(module: nn.Module, and_unfolded: bool = False) -> Iterator[No
     effect of a step on all unfolded weights is at most that of 64 dimensions.
     """
     trained = []
-    for part in [each for each in module.modules() if isinstance(each, ah.AdaptiveSimilarity)]:
-        for name, weight in [(name, each) for name, each in part.named_parameters(recurse=False) if name[0] == "w"]:
-            factor = getattr(part, name.replace("w", "beta"))
-            if weight.requires_grad:
-                trained.append((part, name, weight, factor, factor.requires_grad))
-                with torch.no_grad():
-                    weight.mul_(factor.unsqueeze(-1))
-                    factor.fill_(1.0)
-                factor.requires_grad_(False)
-                scale = min(1.0, 64**2 / (weight.shape[-1] * part.dim)) if and_unfolded else None
-                parametrize.register_parametrization(part, name, _Folded(scale))
+    for part in [each for each in module.modules() if isinstance(each, ah.AdaptiveSimilarity) and each.w.requires_grad]:
+        weight, factor = part.w, part.beta
+        trained.append((part, weight, factor, factor.requires_grad))
+        with torch.no_grad():
+            weight.mul_(factor.unsqueeze(-1))
+            factor.fill_(1.0)
+        factor.requires_grad_(False)
+        scale = min(1.0, 64**2 / (weight.shape[-1] * part.dim)) if and_unfolded else None
+        parametrize.register_parametrization(part, "w", _Folded(scale))
     try:
         yield
     finally:
-        for part, name, weight, factor, trains_beta in trained:
-            parametrize.remove_parametrizations(part, name)
+        for part, weight, factor, trains_beta in trained:
+            parametrize.remove_parametrizations(part, "w")
             with torch.no_grad():
-                weight.copy_(getattr(part, name))
-            setattr(part, name, weight)  # the same parameter object as before, which an optimizer may reference
+                weight.copy_(part.w)
+            part.w = weight  # the same parameter object as before, which an optimizer may reference
             factor.requires_grad_(trains_beta)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from ahop_layers.ops.operators import score_pairs
+from ahop_layers.ops.operators import adaptive_similarity
 from ahop_layers.ops.reference import block_sums, known_blocks, pair_values
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
 from ahop_layers.similarity.protocol import Solvable
@@ -178,7 +178,7 @@ def _part_features(
         for name, width in zip(part.names, widths, strict=True):
             own = query.new_tensor([width])
             if edges == [1]:  # nothing is sorted, and all features are the score
-                values = score_pairs(some[:, None], key, whole, (name,), None, own, False).squeeze(1)[..., None]
+                values = adaptive_similarity(some[:, None], key, whole, (name,), None, widths=own).squeeze(1)[..., None]
                 columns.append(values @ pool.mT)
                 continue
             values = pair_values(some[:, None], key, name, own[0]).squeeze(1)
@@ -203,7 +203,7 @@ def candidate_scores(query: Tensor, patterns: Tensor, candidates: Tensor, simila
         first, second, numbers = part.compared(own, keys)
         weight, rows = part.footprint_weight(), []
         for some, key in pairs(first, second, candidates, GATHERED):
-            rows.append(score_pairs(some[:, None], key, weight, part.names, numbers, part.widths, False))
+            rows.append(adaptive_similarity(some[:, None], key, weight, part.names, numbers, widths=part.widths))
         total += torch.cat(rows).squeeze(1)
     return total
 

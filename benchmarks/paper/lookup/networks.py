@@ -66,7 +66,7 @@ def convolutions(side: int) -> nn.Module:
 def first_layer(name: str, stored: Tensor) -> nn.Module:
     """Returns the layer of a name of BAG_NETWORKS: it maps damaged to restored digits ``(n, 784)``."""
     if name.startswith("lookup"):
-        return Lookup(stored, keep=1.0, blocks=ah.patches(28, 28, 2))
+        return Lookup(stored, keep=1.0, blocks=[None, ah.patches(28, 28, 2)])
     if name == "none":
         return nn.Identity()
     return nn.Sequential(

@@ -2,7 +2,6 @@
 
 To run: python -m benchmarks.paper.tabular [--sets adult heart] [--models A-Hop] [--trials 10] [--processes 2]
                                            [--minutes 30] [--rows 5000] [--device cuda] [--report] [--quick]
-        python -m benchmarks.paper.tabular small|damaged (--help lists the options of each)
 
 Each data set has one training and one test part: the published ones of Adult, and a random fifth for the test of the
 others. Each model is tuned by 5-fold cross-validation on the training part with the same number of random trials. The
@@ -17,8 +16,6 @@ that ships with scikit-learn. It stores nothing unless --output is given.
 
 import argparse
 import contextlib
-import importlib
-import sys
 import tempfile
 from pathlib import Path
 
@@ -31,9 +28,6 @@ from benchmarks.paper.tabular.measure import run
 from benchmarks.paper.tabular.models import MODELS, available
 from benchmarks.paper.tabular.pool import add_pool_options
 from benchmarks.paper.tabular.report import report
-
-PARTS = ("small", "damaged")
-"""Benchmarks with a command line of their own: ``python -m benchmarks.paper.tabular small --help``."""
 
 
 def parse() -> argparse.Namespace:
@@ -65,10 +59,6 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     """Measures and reports."""
-    part = sys.argv[1] if len(sys.argv) > 1 else ""
-    if part in PARTS:
-        importlib.import_module(f"benchmarks.paper.tabular.{part}").main(sys.argv[2:])
-        return
     options = parse()
     with contextlib.ExitStack() as stack:
         if options.quick and options.output is None:

@@ -10,8 +10,8 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from ahop_layers.tabular.rows import apply_in_chunks, choose_cases, merge_rows
 from benchmarks.paper.tabular.network import CaseNetwork, Encoding
+from benchmarks.paper.tabular.rows import apply_in_chunks, choose_cases, merge_rows
 from benchmarks.paper.tabular.training import LOSSES, Schedule, hold_out, train
 from benchmarks.paper.training import folded_weights
 
@@ -21,7 +21,8 @@ class PaperMemoryClassifier(ClassifierMixin, BaseEstimator):
 
     Args:
         similarity: ``"adaptive"`` (A-Hop), ``"dot"`` (M-Hop) or ``"kernel"`` (K2-Hop).
-        n_cases, init: as in :class:`~ahop_layers.tabular.AdaptiveMemoryClassifier`.
+        n_cases: number of cases, at most the number of training rows.
+        init: whether cases are random ``"rows"`` or cluster centers (``"kmeans"``).
         bases: base similarities of the adaptive similarity, which is initialized to the first.
         blocks: blocks of the adaptive similarity; ``"feature"`` makes the columns of a feature a block, and needs
             ``embedding_dim=None``.
@@ -85,8 +86,7 @@ class PaperMemoryClassifier(ClassifierMixin, BaseEstimator):
         """Fits to rows ``X (n, features)`` and labels ``y (n,)``."""
         features, labels = validate_data(self, X, y, dtype=np.float64)
         self.classes_, target = np.unique(labels, return_inverse=True)
-        examples = merge_rows(features, target, None)
-        examples = examples._replace(target=examples.target.long())
+        examples = merge_rows(features, target)
         rows, weight = examples.rows, examples.weight
         random = check_random_state(self.random_state)
         standard = self.knots is None
@@ -94,7 +94,7 @@ class PaperMemoryClassifier(ClassifierMixin, BaseEstimator):
         held_out = hold_out(examples.target.numpy(), self.validation_fraction, random)
         learned = np.setdiff1d(np.arange(len(rows)), held_out)
         count = min(self.n_cases, len(learned))
-        cases, _ = choose_cases(encoding, examples.take(learned), count, self.init, random)
+        cases = choose_cases(encoding, examples.take(learned), count, self.init, random)
         # Generators of its own, so that the global ones are neither read nor changed.
         initial, draws = (
             torch.Generator(place).manual_seed(random.randint(np.iinfo(np.int32).max)) for place in ("cpu", self.device)

@@ -18,7 +18,6 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.tree import DecisionTreeClassifier
 
-from ahop_layers.tabular import AdaptiveMemoryClassifier
 from benchmarks.paper.tabular.estimator import PaperMemoryClassifier
 
 if TYPE_CHECKING:
@@ -88,16 +87,6 @@ def _memory(similarity: str, **fixed: Any) -> Model:
     return Model(build, MEMORY_SPACE, {"n_cases": 16, "max_epochs": 2})
 
 
-def _projection(parameters: Parameters, context: Context) -> ClassifierMixin:
-    """The estimator of the package, for data frames whose categories have the dtype ``category``."""
-    model = AdaptiveMemoryClassifier(**parameters, random_state=context.seed, device=context.device)
-    return _with_categories(model, context)
-
-
-def _with_categories(model: ClassifierMixin, context: Context) -> ClassifierMixin:
-    return make_pipeline(FunctionTransformer(mark_categories, kw_args={"categories": context.categories}), model)
-
-
 def mark_categories(X: np.ndarray, categories: np.ndarray) -> "pd.DataFrame":
     """Returns a data frame in which the columns of a mask are categories, with equal codes in all parts of a table."""
     import pandas as pd
@@ -132,7 +121,8 @@ def _xgboost(parameters: Parameters, context: Context) -> ClassifierMixin:
 
 
 def _xgboost_categories(parameters: Parameters, context: Context) -> ClassifierMixin:
-    return _with_categories(_xgboost({**parameters, "enable_categorical": True}, context), context)
+    marked = FunctionTransformer(mark_categories, kw_args={"categories": context.categories})
+    return make_pipeline(marked, _xgboost({**parameters, "enable_categorical": True}, context))
 
 
 MODELS = {
@@ -141,7 +131,6 @@ MODELS = {
     "A-Hop": _memory("adaptive"),
     "A-Hop, both bases": _memory("adaptive", bases=("dis", "dot")),
     "A-Hop, feature blocks": _memory("adaptive", bases=("dis", "dot"), embedding_dim=None, blocks="feature"),
-    "adaptive memory": Model(_projection, {"n_cases": [1024, 2048, 4096], "linear": [True, False]}, {"n_cases": 64}),
     "Extra Trees": _forest(ExtraTreesClassifier),
     "Random Forest": _forest(RandomForestClassifier),
     "AdaBoost": Model(

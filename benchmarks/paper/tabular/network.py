@@ -12,8 +12,8 @@ from torch.nn import functional
 from ahop_layers.errors import AHopError
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from ahop_layers.similarity.fixed import dot_product
-from ahop_layers.tabular.rows import CHUNK
 from benchmarks.paper.kernel_similarity import KernelModulation
+from benchmarks.paper.tabular.rows import CHUNK
 
 FEW_VALUES = 128  # a feature with at most this many distinct values has a knot at each of them
 

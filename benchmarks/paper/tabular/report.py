@@ -4,7 +4,7 @@ import json
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.harness.report import bold_best, bold_best_in_columns, group, table
+from benchmarks.harness.report import bold_best_in_columns, group, table
 from benchmarks.harness.rows import Row
 from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.tabular.models import MODELS, Parameters
@@ -43,22 +43,6 @@ def report(rows: Sequence[Row]) -> str:
             header = ["model", "trials", "runs", *columns, "measured on"]
             parts += [caption, table(header, bold_best_in_columns(body, {3: max, 7: max}))]
     return "\n\n".join(parts)
-
-
-OVERVIEW = ("adaptive memory", "A-Hop", "Random Forest", "HistGradientBoosting", "XGBoost", "XGBoost, categories")
-
-
-def overview(rows: Sequence[Row]) -> str:
-    """The main measure of a few tuned models on all data sets: mean and standard deviation."""
-    body = []
-    for (name,), mine in group([row for row in rows if row["settings"] == "all rows"], "set").items():
-        main = "roc_auc" if name in AREA_SETS else "accuracy"
-        here = [row for row in mine if (row["kind"], row["measure"]) == ("run", main)]
-        values = {model: [float(row["value"]) for row in cells] for (model,), cells in group(here, "model").items()}
-        means = bold_best([f"{statistics.mean(values[model]):.4f}" if model in values else "" for model in OVERVIEW])
-        spreads = [f" ± {statistics.stdev(values[model]):.4f}" if model in values else "" for model in OVERVIEW]
-        body.append([name, TITLES[main], *(mean + spread for mean, spread in zip(means, spreads, strict=True))])
-    return table(["data set", "score", *OVERVIEW], body)
 
 
 def _figures(cells: Sequence[Row], main: str, other: str, paper: float | None) -> list[str]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError
-from ahop_layers.tabular.rows import Examples, apply_in_chunks
 from benchmarks.paper.tabular.network import CaseNetwork
+from benchmarks.paper.tabular.rows import Examples, apply_in_chunks
 from benchmarks.paper.training import warmup_cosine
 
 # The mean loss of fewer held-out rows is too noisy to choose an epoch by.
