@@ -291,12 +291,9 @@ def test_modules_of_others_are_not_saved(rows, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-OPTIONS = {"debias": False, "init": "dot"}
-HEADS = OPTIONS | {"bases": ["dot"], "blocks": [None, False], "num_heads": 10**10}
 METADATA = {
     "newer": {"version": 99},
     "hostile": {"similarity": {"blocks": 3, "debias": "__import__('os')"}, "separation": 5},
-    "heads": {"similarity": ["AdaptiveSimilarity", HEADS]},
     "short": {},
 }
 

@@ -25,7 +25,6 @@ from ahop_layers.memory import storage
 from ahop_layers.memory.arrays import Array, as_given, as_indices, check_values, from_numpy
 from ahop_layers.memory.confidence import CALIBRATED, Asked, Calibration, Hits
 from ahop_layers.memory.fit import fit
-from ahop_layers.memory.labels import as_labels
 from ahop_layers.memory.learn.auto import first_inverse_temperature
 from ahop_layers.memory.learn.solve import FitReport
 from ahop_layers.memory.parts import describe_parts, make_parts, named_similarity
@@ -131,32 +130,11 @@ class AssociativeMemory(Associator):
         """The patterns in the shape in which they were given; of a sharded memory, the part of this rank."""
         return self._stored.shaped(self._stored.patterns)
 
-    @patterns.setter
-    def patterns(self, patterns: Any) -> None:
-        rows, shape = as_patterns(patterns)
-        stored = self._unsharded("patterns")
-        bare = stored.labels is None and stored.ids is None
-        if shape != stored.shape or not (bare or len(rows) == len(stored.patterns)):
-            expected = (len(stored.patterns), *stored.shape)
-            raise AHopError(f"patterns must be {expected}, as those stored, got {describe(rows)}: use add and remove")
-        unknown, largest = storage.read_values("patterns", rows)
-        if unknown:
-            self._scorer().check_missing("patterns")
-        self.calibration = torch.zeros_like(self.calibration)
-        self._stored = replace(stored, patterns=rows, unknown=unknown, largest=largest)
-
     @property
     def labels(self) -> Any:
         """The class of each pattern ``(N,)``, a list if they are strings; None if there are none."""
         stored = self._stored
         return None if stored.labels is None else stored.named(stored.labels)
-
-    @labels.setter
-    def labels(self, labels: Any) -> None:
-        stored = self._unsharded("labels")
-        codes, names = as_labels(labels, stored.count, stored.patterns.device)
-        self.calibration = torch.zeros_like(self.calibration)
-        self._stored = replace(stored, labels=codes, names=names, classes=None)
 
     @property
     def ids(self) -> list[str | int] | None:
@@ -182,8 +160,8 @@ class AssociativeMemory(Associator):
         Here and in the other methods, queries may have the shape of the patterns, such as ``(..., H, W)``, and are
         converted to their dtype. NumPy arrays are accepted, and the result is then a NumPy array. NaN in a query or a
         pattern is an unknown value, and a pair is scored by the values that both know: see
-        :func:`~ahop_layers.adaptive_similarity`. Without any, the score is -inf. Values whose squares would overflow
-        or underflow are scored in float32 or float64, which is then the dtype of the scores.
+        :func:`~ahop_layers.adaptive_similarity`. Without any, the score is -inf. Values of float16 whose squares
+        would overflow or underflow are scored in float32, which is then the dtype of the scores.
 
         >>> AssociativeMemory(torch.eye(3), "dot").scores(torch.tensor([1.0, 2.0, 3.0]))
         tensor([1., 2., 3.])
@@ -358,7 +336,7 @@ class AssociativeMemory(Associator):
 
     # Learning.
 
-    def fit(self, damage: Any = None, by: str | None = None, *, seed: int = 0, progress: bool = True) -> FitReport:
+    def fit(self, damage: Any = None, by: str | None = None, *, seed: int = 0) -> FitReport:
         """Learns the similarity from damaged queries.
 
         With ``similarity="auto"``, and with any :class:`~ahop_layers.AdaptiveSimilarity` without heads, the score is
@@ -378,7 +356,6 @@ class AssociativeMemory(Associator):
                 ``(label (n,), query (n, d))``. A query that was made of a stored pattern is scored without that
                 pattern, unless it is the only one of its class. None means by label if the memory has labels.
             seed: seed of all random numbers.
-            progress: show a progress bar on a terminal, if tqdm is installed.
 
         Returns:
             A report that prints as a table: the accuracy of simple scores and of the learned one on held-out queries.
@@ -397,7 +374,7 @@ class AssociativeMemory(Associator):
         by = ("pattern" if stored.labels is None else "label") if by is None else by
         check_choice("by", by, ("pattern", "label"))
         with self._writing, torch.inference_mode(False), torch.no_grad(), unchanged_on_error(self):
-            found = fit(self._scorer(), damage, by == "label", int(seed), progress)
+            found = fit(self._scorer(), damage, by == "label", int(seed))
             if self._fits_beta:
                 self.beta.fill_(1 / found.temperature)
             self.calibration = torch.zeros_like(self.calibration)
@@ -586,7 +563,9 @@ class AssociativeMemory(Associator):
         path = files.as_path(path)
         tensors, header = storage.read(path)
         try:
-            memory = cls(**storage.stored_from(tensors), **make_parts(header, tensors), check=check)
+            labels, ids = storage.labels_and_ids(tensors)
+            parts = make_parts(header, tensors)
+            memory = cls(tensors["patterns"], labels=labels, ids=ids, **parts, check=check)
             rest = {name: tensor for name, tensor in tensors.items() if name not in storage.STORED}
             keys = memory.load_state_dict(rest, strict=False)
             if keys.missing_keys != ["patterns"] or keys.unexpected_keys:  # which the memory has already

@@ -102,19 +102,16 @@ class Stored:
         """Returns the class of each pattern ``index (...)``."""
         return self.given_classes().of_pattern[index]
 
-    def given_ids(self) -> Ids:
-        """Returns the ids, or raises if there are none."""
-        if self.ids is None:
-            raise AHopError("the memory must have ids, got none: use AssociativeMemory(patterns, ids=...)")
-        return self.ids
-
     def named(self, labels: Tensor) -> Any:
         """Returns labels ``(...)`` as they were given: integers as they are, or lists of names."""
         return labels if self.names is None else nested(labels.tolist(), self.names)
 
     def place_of(self) -> dict[str | int, int]:
         """Returns the index of each id; raises if there are no ids."""
-        places: dict[str | int, int] = self.keep("places", lambda: {id: at for at, id in enumerate(self.given_ids())})
+        ids = self.ids
+        if ids is None:
+            raise AHopError("the memory must have ids, got none: use AssociativeMemory(patterns, ids=...)")
+        places: dict[str | int, int] = self.keep("places", lambda: {id: at for at, id in enumerate(ids)})
         return places
 
     def places(self, ids: Any) -> Tensor:
@@ -229,16 +226,8 @@ class Stored:
             if (own is None) != (given[key] is None):
                 rule = "must not be in the state dict: the memory has none" if own is None else "must be given"
                 raise AHopError(f"{prefix}{key} {rule}, got {'some' if own is None else 'none'}")
-        names, ids = (None if given[key] is None else text_value(prefix + key, given[key]) for key in ("names", "ids"))
         rows = rows if assign else rows.to(self.patterns, copy=True)
-        stored = make_stored(rows, self.shape, given["labels"], ids, names=None, name=name)
-        if names is None:
-            return stored
-        if not isinstance(names, list) or len(set(map(str, names))) < len(names):
-            raise AHopError(f"{prefix}names must be a list of different names, got others")
-        if not 0 <= int(stored.given_classes().labels[0]) <= int(stored.given_classes().labels[-1]) < len(names):
-            raise AHopError(f"{prefix}labels must be indices of the {len(names)} names of classes, got others")
-        return replace(stored, names=tuple(map(str, names)))
+        return make_stored(rows, self.shape, *labels_and_ids(given, prefix), name=name)
 
 
 def make_stored(
@@ -278,23 +267,17 @@ def read_values(name: str, patterns: Tensor, check: bool = True) -> tuple[bool, 
 
 
 def scoring_dtype(dtype: torch.dtype, dim: int, largest: float) -> torch.dtype:
-    """Returns the first of ``dtype``, float32 and float64 that holds sums of squares of ``dim`` values up to largest.
+    """Returns the dtype in which patterns of ``dim`` values up to ``largest`` are scored: their own, uint8 in float32.
 
-    Sums may neither overflow nor underflow, so that the scale of patterns does not matter. Patterns of an ordinary
-    scale are scored in their own dtype, and uint8 in float32. Raises if even float64 does not hold the sums.
+    It is float32 if sums of their squares overflow or underflow in float16.
     """
     if not dtype.is_floating_point:
         return torch.float32
-    if largest > torch.finfo(dtype).max:
+    limits = torch.finfo(dtype)
+    if largest > limits.max:
         raise AHopError(f"patterns must be within the range of {dtype}, got values up to {largest:.3g}")
-    square = 2 * dim * largest * largest
-    for each in (dtype, accumulation_dtype(dtype), torch.float64):
-        limits = torch.finfo(each)
-        smallest = limits.tiny if each == torch.float16 else limits.tiny / limits.eps  # float16 is summed in float32
-        if not largest or smallest <= square <= limits.max:
-            return each
-    rule = "patterns must have squares within the range of float64"
-    raise AHopError(f"{rule}, got values up to {largest:.3g}: multiply them by a constant")
+    fits = not largest or limits.tiny <= 2 * dim * largest * largest <= limits.max
+    return dtype if fits else accumulation_dtype(dtype)
 
 
 def as_patterns(patterns: Any) -> tuple[Tensor, tuple[int, ...]]:
@@ -367,10 +350,14 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, header
 
 
-def stored_from(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns patterns, labels and ids of a file as arguments of a memory."""
+def labels_and_ids(tensors: Mapping[str, Any], prefix: str = "") -> tuple[Any, Any]:
+    """Returns labels and ids of a state dict as arguments of a memory."""
+    texts = ((key, tensors.get(key)) for key in ("names", "ids"))
+    names, ids = (None if text is None else text_value(prefix + key, text) for key, text in texts)
     labels: Any = tensors.get("labels")
-    names, ids = (text_value(key, tensors[key]) if key in tensors else None for key in ("names", "ids"))
     if labels is not None and names is not None:
-        labels = [names[place] for place in labels.tolist()]
-    return {"patterns": tensors["patterns"], "labels": labels, "ids": ids}
+        try:
+            labels = [names[place] for place in labels.tolist()]
+        except (AttributeError, IndexError, KeyError, TypeError):
+            raise AHopError(f"{prefix}labels must be indices of the names of classes, got others") from None
+    return labels, ids

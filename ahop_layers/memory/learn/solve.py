@@ -14,7 +14,7 @@ as a step function, are stretched to d ranks.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -297,7 +297,6 @@ def learn(
     labels: Tensor | None,
     asked: Questions,
     generator: torch.Generator,
-    tick: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> tuple[float, FitReport]:
     """Learns a similarity that finds the pattern, or the class, that a query belongs to.
@@ -313,7 +312,6 @@ def learn(
             answer for queries that were made of it, so that the accuracy is that of unseen patterns.
         asked: the queries, of which some are held out.
         generator: draws candidates.
-        tick: called after each of four steps.
         options: for ``"auto"``, the ``bases``, and the number of ``bins`` of ranks; with one, ranks do not matter.
 
     Returns:
@@ -326,17 +324,13 @@ def learn(
     if is_solvable(similarity):
         kind = _Auto if isinstance(similarity, AutoSimilarity) else _Given
     learner = kind(similarity, patterns, labels, asked, generator, **options)
-    tick()
     fitted = int(learner.candidates.usable[: asked.fitted].sum())
     rest = slice(fitted, None) if fitted < len(learner.candidates.query) else slice(0, None)
     learner.solve(slice(0, fitted))
-    tick()
     right = learner.judge(rest)
-    tick()
     chosen, best, rows = _choose(right, learner.available)
     rows = {"cosine": _cosine(learner.setting, rest, learner.held), **rows}
     temperature = learner.take(chosen, best)
-    tick()
     queries = len(learner.held.offset) // 2
     return temperature, FitReport(tuple(rows.items()), chosen, queries, time.perf_counter() - began)
 
