@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 Array = TypeVar("Array", Tensor, "NDArray[Any]")
 """A tensor or a NumPy array: methods return the kind of array that they are called with."""
 
-RANKED_SCORES = 2**22
-"""Number of scores that are ranked at once. Small chunks are concatenated, because each ranking has a fixed cost."""
+RANKED_SCORES = 2**22  # number of scores that are ranked at once: each ranking has a fixed cost
 
 
 def as_tensor(name: str, x: Any, device: torch.device | None = None) -> Tensor:
@@ -127,7 +126,7 @@ def top_k(chunks: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:
 def merge(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor]:
     """Returns the ``k`` largest scores and their indices out of several results ``(L, K)`` of :func:`top_k`.
 
-    All indices of a part are smaller than those of the next one. Within a part, equal scores are ordered by index.
+    All indices of a part are smaller than all indices of the next. Within a part, equal scores are ordered by index.
     """
     values, indices = (torch.cat(each, -1) for each in zip(*parts, strict=True))
     values, order = values.sort(dim=-1, descending=True, stable=True)  # keeps the order of equal scores

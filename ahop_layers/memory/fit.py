@@ -45,7 +45,7 @@ def fit(scorer: Scorer, damage: Any, by_label: bool, seed: int) -> Fitted:
     if damage is None:
         damage = questions.any_damage(stored.shape, getattr(similarity, "allows_missing", False))
     data = _read_damage(damage, scorer, by_label)
-    # Other numbers than those of the seed itself: patterns drawn with it would be values that replace others.
+    # Another seed: patterns that a user drew with this one would be values that replace others.
     generator = torch.Generator(device).manual_seed(seed ^ 0x5851F42D4C957F2D)
     kept = some_patterns(stored.count, stored.dim, generator)
 

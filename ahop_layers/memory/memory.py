@@ -550,15 +550,15 @@ class AssociativeMemory(Associator):
         """
         with self._writing:
             tensors = {**self.state_dict(), **self._unsharded("save").tensors()}
-        header = describe_parts(self) | {"version": storage.VERSION, "fits_beta": self._fits_beta}
+        header = describe_parts(self) | {"version": storage.FILE_VERSION, "fits_beta": self._fits_beta}
         header["frozen"] = [name for name, each in self.named_parameters() if not each.requires_grad]
-        files.write(files.as_path(path), storage.KEY, tensors, header)
+        files.write(files.as_path(path), storage.FILE_KEY, tensors, header)
 
     @classmethod
     def load(cls, path: str | Path, check: bool = True) -> "AssociativeMemory":
         """Loads a memory that :meth:`save` saved. The patterns are memory-mapped: call ``.to(device)`` to move them.
 
-        ``check`` is that of :class:`AssociativeMemory`.
+        ``check`` is the argument of :class:`AssociativeMemory`.
         """
         path = files.as_path(path)
         tensors, header = storage.read(path)

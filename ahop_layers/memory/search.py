@@ -16,17 +16,11 @@ from ahop_layers.ops.operators import check_differentiable
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity.protocol import Similarity
 
-QUERIES_AT_ONCE = 256
-"""Number of queries that are scored at once where the scores of a chunk of patterns are not kept."""
-
-CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS = 2**21, 2**26
-"""Number of elements of the patterns that are scored at once, to bound the memory that a similarity needs."""
-
-CHUNK_SCORES = 2**23
-"""Number of scores that are stored at once where the scores of all patterns are needed."""
-
-PREPARED_ELEMENTS = 2**28
-"""Maximum number of elements of copies of the patterns that a similarity prepares: 1 GiB in float32."""
+QUERIES_AT_ONCE = 256  # number of queries that are scored at once where the scores of a chunk are not kept
+CHUNK_ELEMENTS = 2**21  # number of elements of the patterns that are scored at once, to bound memory
+GPU_CHUNK_ELEMENTS = 2**26  # the same on a GPU, where each call has a fixed cost
+CHUNK_SCORES = 2**23  # number of scores that are stored at once where the scores of all patterns are needed
+PREPARED_ELEMENTS = 2**28  # most elements of the patterns that a similarity prepares: 1 GiB in float32
 
 
 class Queries(NamedTuple):
@@ -100,7 +94,7 @@ class Scorer(NamedTuple):
         return rows.clamp(low.to(rows.dtype), high.to(rows.dtype))
 
     def _reach(self) -> tuple[Tensor, Tensor]:
-        """Returns how far a value may be from those of the patterns: its limits, ``(d,)`` each."""
+        """Returns how far a value may be from the stored ones: its limits, ``(d,)`` each."""
         patterns, wide = self.stored.patterns, accumulation_dtype(self.stored.dtype)
         found = known_range(patterns) if patterns.is_floating_point() else patterns.aminmax(dim=0)
         low, high = (each.to(wide) for each in found)

@@ -20,11 +20,9 @@ from ahop_layers.memory.learn.auto import AutoSimilarity
 from ahop_layers.memory.shards import Shards
 from ahop_layers.ops.reference import accumulation_dtype
 
-STORED = ("patterns", "labels", "names", "ids")
-"""Names of the tensors of a state dict that belong to the patterns."""
-
-VERSION, KEY = 1, "ahop_layers.memory"
-"""Version and header of the files that :meth:`ahop_layers.AssociativeMemory.save` writes."""
+STORED = ("patterns", "labels", "names", "ids")  # tensors of a state dict that belong to the patterns
+FILE_KEY = "ahop_layers.memory"  # where the files of a memory have their header
+FILE_VERSION = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +31,7 @@ class Stored:
 
     Attributes:
         patterns: ``(n, d)``, floating-point or uint8; of a sharded memory, the part of this rank.
-        shape: the shape of a pattern as it was given, ``(d,)`` or that of an image.
+        shape: the shape of a pattern as it was given, ``(d,)`` or the shape of an image.
         unknown: whether a pattern holds NaN.
         largest: the largest absolute value of all patterns; 0 if it is not known.
         labels: the class of each pattern ``(N,)``, of all ranks.
@@ -344,9 +342,10 @@ def unchanged_on_error(module: Any) -> Iterator[None]:
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the tensors and the header of the file of a memory."""
-    tensors, header = files.read(path, KEY, "AssociativeMemory.save")
-    if header.get("version") != VERSION:
-        raise AHopError(f"the file must have the version {VERSION} of this ahop-layers, got {header.get('version')!r}")
+    tensors, header = files.read(path, FILE_KEY, "AssociativeMemory.save")
+    version = header.get("version")
+    if version != FILE_VERSION:
+        raise AHopError(f"the file must have the version {FILE_VERSION} of this ahop-layers, got {version!r}")
     return tensors, header
 
 

@@ -42,9 +42,6 @@ class Solvable(Protocol):
     def views(self, rows: Tensor) -> list[Tensor]:
         """Returns what each of the parts compares of ``rows (..., d)``."""
 
-    def unbiased(self, query: Tensor) -> Tensor:
-        """Subtracts the learned bias, if any."""
-
     def set_ranks_(self, weights: Sequence[Tensor]) -> None:
         """Sets the weights of sorted similarities ``(n_bases, n)`` for each part."""
 

@@ -13,19 +13,12 @@ from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
 from ahop_layers.similarity.protocol import Solvable
 
 BASES: tuple[BaseArgument, ...] = ("l1", *(("near", q) for q in (0.02, 0.05, 0.1, 0.2, 0.5)))
-"""Bases of the default similarity: L1, and saturating ones of several widths."""
-
-OPTIONAL: tuple[BaseArgument, ...] = ("dot",)
-"""Bases that a fit adds if they pay: they need a sort of their own."""
-
-ALONE = ("dis",)
-"""Further bases, which a fit uses alone if they are best."""
-
-SAMPLE_QUERIES, SAMPLE_KEYS, SAMPLE_ELEMENTS = 32, 256, 2**22
-"""Bounds of the sample of patterns that determines the temperature before a fit."""
-
-MARGIN = 10.0
-"""By how much the logit of a stored pattern exceeds those of the others together, if it is asked for itself."""
+OPTIONAL: tuple[BaseArgument, ...] = ("dot",)  # bases that a fit adds if they pay: they need a sort of their own
+ALONE = ("dis",)  # further bases, which a fit uses alone if they are best
+SAMPLE_QUERIES = 32  # number of patterns that are asked for, to find the temperature before a fit
+SAMPLE_KEYS = 256  # number of patterns that they are compared with
+SAMPLE_ELEMENTS = 2**22  # most values that are compared, unless 8 queries need more
+LOGIT_MARGIN = 10.0  # by how much the logit of a stored pattern, asked for itself, exceeds all others together
 
 
 class AutoSimilarity(AdaptiveSimilarity):
@@ -143,4 +136,4 @@ def first_inverse_temperature(similarity: Solvable, patterns: Tensor) -> float:
     own = scores.diagonal()[:, None].clone()
     gap = (own - scores.fill_diagonal_(-torch.inf)).amin(-1)
     gap = gap[(gap > 0) & gap.isfinite()]
-    return (MARGIN + math.log(len(patterns))) / gap.median().item() if len(gap) else 1.0
+    return (LOGIT_MARGIN + math.log(len(patterns))) / gap.median().item() if len(gap) else 1.0

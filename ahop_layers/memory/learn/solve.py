@@ -31,17 +31,13 @@ from ahop_layers.similarity.adaptive import BaseArgument
 from ahop_layers.similarity.protocol import Solvable, is_solvable
 from ahop_layers.similarity.widths import differences, quantiles, units
 
-CLIPPED_QUANTILES = (0.05, 0.2, 0.5)
-"""Quantiles at which the differences of clipped L1 are clipped."""
-
-TRIAL_QUERIES, TRIAL_CANDIDATES = 256, 96
-"""Number of queries, and of candidates of each, of a trial of other units or bases."""
-
-BASES_GAIN, UNITS_GAIN = 0.95, 0.8
-"""Optional bases, and units of each dimension, must lower the loss of a trial to these fractions."""
-
-IMAGE_BINS, ENOUGH_IMAGES = 12, 1024
-"""Number of rank bins of views of images, and of images for which penalties need not be larger."""
+CLIPPED_QUANTILES = (0.05, 0.2, 0.5)  # quantiles at which the differences of clipped L1 are clipped
+TRIAL_QUERIES = 256  # number of queries of a trial of other units or bases
+TRIAL_CANDIDATES = 96  # number of candidates of each of them
+BASES_GAIN = 0.95  # optional bases must lower the loss of a trial to this fraction
+UNITS_GAIN = 0.8  # units of each dimension must lower it to this fraction
+IMAGE_BINS = 12  # number of rank bins of views of images
+ENOUGH_IMAGES = 1024  # number of images for which penalties need not be larger
 
 
 class FitReport(NamedTuple):
@@ -100,7 +96,7 @@ def _kind(base: BaseArgument) -> str:
 
 
 class _Setting(NamedTuple):
-    """Patterns and queries in ``units``, and bases: first the ``learned`` ones, then those of baselines."""
+    """Patterns and queries in ``units``, and bases: first the ``learned`` ones, then the bases of baselines."""
 
     units: Tensor | None
     patterns: Tensor
@@ -309,7 +305,7 @@ def learn(
         similarity: what is learned, in place. Without weights to solve for it stays as it is.
         patterns: ``(N, d)``.
         labels: the class of each pattern ``(N,)``; None finds the pattern itself. With labels, a pattern does not
-            answer for queries that were made of it, so that the accuracy is that of unseen patterns.
+            answer for queries that were made of it, so that the accuracy holds for unseen patterns.
         asked: the queries, of which some are held out.
         generator: draws candidates.
         options: for ``"auto"``, the ``bases``, and the number of ``bins`` of ranks; with one, ranks do not matter.
