@@ -1,6 +1,6 @@
 """Fitting a memory: queries are drawn or given, the similarity learns from them, and its confidence is calibrated."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,24 +23,14 @@ from ahop_layers.similarity.protocol import is_solvable
 BIAS_QUERIES = 8192  # number of queries from which a bias is estimated
 
 
-class Fitted(NamedTuple):
-    """What a fit found besides the similarity, which it changes in place.
-
-    Attributes:
-        temperature: scores divided by it are logits.
-        calibration: how scores become confidences, and the confidences of unknown queries; None if all patterns are
-            alike.
-        report: held-out accuracy.
-    """
-
-    temperature: float
-    calibration: tuple[Calibration, Tensor] | None
-    report: FitReport
-
-
 @torch.no_grad()
-def fit(scorer: Scorer, damage: Any, by_label: bool, seed: int) -> Fitted:
-    """Learns the similarity of a memory in place; see :meth:`ahop_layers.AssociativeMemory.fit`."""
+def fit(
+    scorer: Scorer, damage: Any, by_label: bool, seed: int
+) -> tuple[float, tuple[Calibration, Tensor] | None, FitReport]:
+    """Learns the similarity of a memory in place; see :meth:`ahop_layers.AssociativeMemory.fit`.
+
+    Returns the temperature, by which scores are divided to be logits, the result of :func:`calibrate`, and the report.
+    """
     stored, similarity, device = scorer.stored, scorer.similarity, scorer.stored.patterns.device
     if damage is None:
         damage = questions.any_damage(stored.shape, getattr(similarity, "allows_missing", False))
@@ -75,7 +65,7 @@ def fit(scorer: Scorer, damage: Any, by_label: bool, seed: int) -> Fitted:
     if stored.classes is not None and not by_label and not isinstance(data, Variant):
         data = stored.class_of(data[0]), data[1]
     generator = torch.Generator(device).manual_seed(seed ^ 0x2545F491 ^ 0x5851F42D4C957F2D)
-    return Fitted(temperature, calibrate(scorer, data, by_label, generator), report)
+    return temperature, calibrate(scorer, data, by_label, generator), report
 
 
 def _read_damage(damage: Any, scorer: Scorer, by_label: bool) -> Variant | Pairs:

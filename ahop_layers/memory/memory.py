@@ -22,7 +22,7 @@ from ahop_layers.errors import (
     describe,
 )
 from ahop_layers.memory import storage
-from ahop_layers.memory.arrays import Array, as_given, as_indices, check_values, from_numpy
+from ahop_layers.memory.arrays import Array, as_given, as_indices, from_numpy
 from ahop_layers.memory.confidence import CALIBRATED, Asked, Calibration, Hits
 from ahop_layers.memory.fit import fit
 from ahop_layers.memory.learn.auto import first_inverse_temperature
@@ -35,7 +35,7 @@ from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import check_state
 from ahop_layers.similarity.associator import Associator
-from ahop_layers.similarity.protocol import Similarity, is_solvable
+from ahop_layers.similarity.protocol import Similarity
 
 
 class AssociativeMemory(Associator):
@@ -99,7 +99,7 @@ class AssociativeMemory(Associator):
         if beta is not None:
             check_numbers("a positive number", beta=beta)
         self.register_buffer("beta", torch.tensor(float(beta or 1.0), dtype=wide, device=rows.device))
-        if not rows.is_meta and not 0 < self.beta < torch.inf:
+        if not 0 < self.beta < torch.inf:
             raise AHopError(f"beta must be a positive number within the range of {wide}, got {beta!r}")
         self.register_buffer("calibration", torch.zeros(4, dtype=torch.float64, device=rows.device))  # none yet
         self.register_buffer("foreign", torch.zeros(CALIBRATED, device=rows.device))
@@ -109,11 +109,10 @@ class AssociativeMemory(Associator):
         check_callable(similarity=self.similarity, separation=self.separation)
         if stored.unknown:
             self._scorer().check_missing("patterns")
-        if not sample.is_meta:
-            if hasattr(self.similarity, "fix_scales_"):
-                self.similarity.fix_scales_(sample)  # not per chunk of patterns
-            if similarity == "auto" and beta is None and is_solvable(self.similarity):
-                self.beta.fill_(first_inverse_temperature(self.similarity, sample))
+        if hasattr(self.similarity, "fix_scales_"):
+            self.similarity.fix_scales_(sample)  # not per chunk of patterns
+        if similarity == "auto" and beta is None:
+            self.beta.fill_(first_inverse_temperature(self.similarity, sample))
 
     def __len__(self) -> int:
         return self._stored.count
@@ -279,7 +278,7 @@ class AssociativeMemory(Associator):
 
     def _calibration(self) -> Calibration | None:
         """Returns the calibration of the last fit."""
-        if torch.compiler.is_compiling() or self.calibration.is_meta:
+        if torch.compiler.is_compiling():
             return None
         factor, *weights = self.calibration.tolist()
         return Calibration(factor, (weights[0], weights[1], weights[2])) if factor else None
@@ -369,21 +368,20 @@ class AssociativeMemory(Associator):
         True
         """
         stored = self._unsharded("fit")
-        check_values("patterns", stored.patterns)
         check_seed(seed=seed)
         by = ("pattern" if stored.labels is None else "label") if by is None else by
         check_choice("by", by, ("pattern", "label"))
         with self._writing, torch.inference_mode(False), torch.no_grad(), unchanged_on_error(self):
-            found = fit(self._scorer(), damage, by == "label", int(seed))
+            temperature, calibrated, report = fit(self._scorer(), damage, by == "label", int(seed))
             if self._fits_beta:
-                self.beta.fill_(1 / found.temperature)
+                self.beta.fill_(1 / temperature)
             self.calibration = torch.zeros_like(self.calibration)
-            if found.calibration is not None:
-                calibration, foreign = found.calibration
+            if calibrated is not None:
+                calibration, foreign = calibrated
                 shares = torch.linspace(0, 1, CALIBRATED, dtype=foreign.dtype, device=foreign.device)
                 self.foreign = foreign.quantile(shares).to(self.foreign)
                 self.calibration = self.calibration.new_tensor([calibration.factor, *calibration.weights])
-        return found.report
+        return report
 
     def _scorer(self) -> Scorer:
         """Returns what scores queries against what is stored now."""
@@ -524,7 +522,7 @@ class AssociativeMemory(Associator):
         given = {name: state_dict.pop(prefix + name, None) for name in storage.STORED}
         for name in ("calibration", "foreign"):  # need not be there
             state_dict.setdefault(prefix + name, torch.zeros_like(getattr(self, name)))
-        if isinstance(beta, Tensor) and not beta.is_meta and not bool((beta > 0).all()):
+        if isinstance(beta, Tensor) and not bool((beta > 0).all()):
             raise AHopError(f"{prefix}beta must be a positive number, got {beta.tolist()!r}")
         if given["patterns"] is not None:
             before = self._unsharded("load_state_dict")
@@ -551,7 +549,6 @@ class AssociativeMemory(Associator):
         with self._writing:
             tensors = {**self.state_dict(), **self._unsharded("save").tensors()}
         header = describe_parts(self) | {"version": storage.FILE_VERSION, "fits_beta": self._fits_beta}
-        header["frozen"] = [name for name, each in self.named_parameters() if not each.requires_grad]
         files.write(files.as_path(path), storage.FILE_KEY, tensors, header)
 
     @classmethod
@@ -570,8 +567,6 @@ class AssociativeMemory(Associator):
             keys = memory.load_state_dict(rest, strict=False)
             if keys.missing_keys != ["patterns"] or keys.unexpected_keys:  # which the memory has already
                 raise AHopError(f"expected other tensors, got {keys}")
-            for name in header["frozen"]:
-                memory.get_parameter(name).requires_grad_(False)
             memory._fits_beta = bool(header["fits_beta"])
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             message = f"path must be a file that AssociativeMemory.save wrote, got {str(path)!r}: {error}"

@@ -96,12 +96,10 @@ class Scorer(NamedTuple):
     def _reach(self) -> tuple[Tensor, Tensor]:
         """Returns how far a value may be from the stored ones: its limits, ``(d,)`` each."""
         patterns, wide = self.stored.patterns, accumulation_dtype(self.stored.dtype)
-        found = known_range(patterns) if patterns.is_floating_point() else patterns.aminmax(dim=0)
-        low, high = (each.to(wide) for each in found)
+        low, high = known_range(patterns) if patterns.is_floating_point() else patterns.aminmax(dim=0)
+        low, high = low.to(wide).nan_to_num(torch.inf), high.to(wide).nan_to_num(-torch.inf)
         if self.stored.shards is not None:
-            low, high = (self.stored.shards.gather(each) for each in (low, high))
-            low, high = low.nan_to_num(torch.inf).amin(0), high.nan_to_num(-torch.inf).amax(0)
-        low, high = low.nan_to_num(torch.inf), high.nan_to_num(-torch.inf)
+            low, high = self.stored.shards.gather(low).amin(0), self.stored.shards.gather(high).amax(0)
         span = high - low
         span = torch.where(span > 0, span, span.max().clamp(min=0))
         nothing = low > high
@@ -124,7 +122,8 @@ class Scorer(NamedTuple):
         """
         stored = self.stored
         if missing is None:
-            missing = stored.unknown or has_nan(rows)
+            # A branch on queries would break a compiled graph.
+            missing = stored.unknown or (not torch.compiler.is_compiling() and bool(rows.isnan().any()))
             if missing:
                 self.check_missing("queries")
         size, copies = self._chunk_size(len(rows)), self._prepared()
@@ -214,8 +213,3 @@ class Scorer(NamedTuple):
 def _largest_value(dtype: torch.dtype, dim: int) -> float:
     """Returns the largest value for which the sum of ``dim`` squared differences does not overflow."""
     return math.sqrt(torch.finfo(dtype).max / (4 * dim))
-
-
-def has_nan(rows: Tensor) -> bool:
-    """Returns whether queries have unknown values. A branch on queries would break a compiled graph."""
-    return not torch.compiler.is_compiling() and not rows.is_meta and bool(rows.isnan().any())

@@ -213,8 +213,7 @@ class Stored:
             got = describe(patterns) if isinstance(patterns, Tensor) else type(patterns).__name__
             expected = ", ".join(map(str, self.shape))
             raise AHopError(f"{name} must be (N, {expected}) with N at least 1, got {got}")
-        if not assign:
-            check_values(name, patterns)
+        check_values(name, patterns)
         rows = as_tensor(name, patterns).flatten(1)
         if self.patterns.dtype == torch.uint8:
             rows = converted(rows, self.patterns, name)
@@ -240,7 +239,6 @@ def make_stored(
     """Checks ``patterns (N, d)``, which errors call ``name``, and what belongs to them; for names see as_labels."""
     codes = None
     if labels is not None:
-        check_values("patterns with labels", patterns)
         called = name.replace("patterns", "labels")
         codes, names = as_labels(labels, len(patterns), patterns.device, called, names=names)
     unknown, largest = read_values(name, patterns, check)
@@ -253,7 +251,7 @@ def read_values(name: str, patterns: Tensor, check: bool = True) -> tuple[bool, 
 
     Reads them once. Without ``check``, it reads evenly spaced patterns of at most 2**21 values or so.
     """
-    if patterns.is_meta or not patterns.is_floating_point() or not patterns.numel():
+    if not patterns.is_floating_point() or not patterns.numel():
         return False, 0.0
     rows = patterns if check else patterns[:: max(1, patterns.numel() // FINITE_BLOCK)]
     chunks = torch.split(rows, max(1, FINITE_BLOCK // rows.shape[1]))
@@ -281,6 +279,7 @@ def scoring_dtype(dtype: torch.dtype, dim: int, largest: float) -> torch.dtype:
 def as_patterns(patterns: Any) -> tuple[Tensor, tuple[int, ...]]:
     """Returns patterns ``(N, d)``, and the shape of one as it was given: three or four axes mean images."""
     given = as_tensor("patterns", patterns).detach()
+    check_values("patterns", given)
     if not 2 <= given.ndim <= 4 or 0 in given.shape:
         rule = "patterns must be (N, d), or images (N, H, W) or (N, C, H, W), with N and d at least 1"
         raise AHopError(f"{rule}, got {describe(given)}: flatten other patterns")
@@ -294,8 +293,6 @@ def nested(places: Any, names: Sequence[Any]) -> Any:
 
 def converted(rows: Tensor, stored: Tensor, name: str = "patterns") -> Tensor:
     """Returns new patterns in the dtype and on the device of those stored; raises if a value does not fit."""
-    check_values(name, rows)
-    check_values("stored patterns", stored)
     if stored.is_floating_point() or rows.dtype == stored.dtype:
         return rows.to(stored)
     whole = rows.round().clamp(0, 255).to(stored.dtype)
@@ -334,9 +331,8 @@ def unchanged_on_error(module: Any) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
-        for part in module.modules():
-            if isinstance(part, AutoSimilarity):
-                part.refresh()
+        if isinstance(module.similarity, AutoSimilarity):
+            module.similarity.refresh()
         raise
 
 

@@ -386,7 +386,7 @@ class AdaptiveSimilarity(nn.Module):
 
     def unbiased(self, query: Tensor) -> Tensor:
         """Subtracts the learned bias, if any, from ``query (..., [H,] L, d)``."""
-        return without_bias(query, self.bias)
+        return query if self.bias is None else query - self.bias.unsqueeze(-2).to(query.dtype)
 
     def extra_repr(self) -> str:
         """Constructor arguments, for ``repr``."""
@@ -431,8 +431,3 @@ def check_state(module: nn.Module, state: Mapping[str, Any], prefix: str = "") -
             raise AHopError(f"{prefix}{name} must have a floating-point dtype, got {given.dtype}")
         if not given.isfinite().all():
             raise AHopError(f"{prefix}{name} must be finite, got NaN or infinity")
-
-
-def without_bias(query: Tensor, bias: Tensor | None) -> Tensor:
-    """Subtracts ``bias ([H,] d)``, if any, from ``query (..., [H,] L, d)``."""
-    return query if bias is None else query - bias.unsqueeze(-2).to(query.dtype)

@@ -36,13 +36,13 @@ class AutoSimilarity(AdaptiveSimilarity):
     AutoSimilarity(16, bases=near 0.02, near 0.05, near 0.1, near 0.2, near 0.5)
     """
 
+    widths: Tensor
     _used: Sequence[int] = ()
 
     def __init__(self, patterns: Tensor) -> None:
         options: Any = {"device": patterns.device, "dtype": accumulation_dtype(patterns.dtype)}
         super().__init__(patterns.shape[1], None, (*BASES, *OPTIONAL, *ALONE), "uniform", **options)
-        if not patterns.is_meta:
-            self.fix_scales_(patterns)
+        self.fix_scales_(patterns)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -73,8 +73,7 @@ class AutoSimilarity(AdaptiveSimilarity):
         >>> similarity
         AutoSimilarity(4, bases=l1, near 0.02, near 0.05, near 0.1, near 0.2, near 0.5, dot, dis)
         """
-        weight = self.w.detach()
-        self._used = [] if weight.is_meta else weight.any(-1).nonzero().flatten().tolist()
+        self._used = self.w.detach().any(-1).nonzero().flatten().tolist()
 
     @torch.no_grad()
     def set_(
@@ -93,15 +92,13 @@ class AutoSimilarity(AdaptiveSimilarity):
         for base, width, folded in zip(bases, widths, weights, strict=True):
             row = self.bases.index(base)
             self.w[row] = unfold(folded)
-            if self.widths is not None:
-                self.widths[row] = width
+            self.widths[row] = width
         self.refresh()
 
     def _score(self, query: Tensor, key: Tensor, numbers: Tensor | None, missing: bool) -> Tensor:
         used = self._used or list(range(len(self.names)))
-        names = [self.names[row] for row in used]
-        widths = None if self.widths is None else self.widths[used]
-        return adaptive_similarity(query, key, self.footprint_weight()[used], names, widths=widths, missing=missing)
+        weight, names, widths = self.footprint_weight()[used], [self.names[row] for row in used], self.widths[used]
+        return adaptive_similarity(query, key, weight, names, widths=widths, missing=missing)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
@@ -109,13 +106,13 @@ class AutoSimilarity(AdaptiveSimilarity):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """Moves or converts the similarity; its weights and widths stay in at least float32."""
-        before = self.w.detach(), self.widths, self.units
+        w, widths, units = self.w.detach(), self.widths, self.units
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         wide = accumulation_dtype(self.w.dtype)
         if self.w.dtype != wide:
             place: Any = {"device": self.w.device, "dtype": wide}
-            self.w, self.beta = (nn.Parameter(each.to(**place)) for each in (before[0], self.beta.detach()))
-            self.widths, self.units = (None if each is None else each.to(**place) for each in before[1:])
+            self.w, self.beta = (nn.Parameter(each.to(**place)) for each in (w, self.beta.detach()))
+            self.widths, self.units = widths.to(**place), None if units is None else units.to(**place)
         return self
 
     def extra_repr(self) -> str:
@@ -128,7 +125,7 @@ class AutoSimilarity(AdaptiveSimilarity):
 def first_inverse_temperature(similarity: Solvable, patterns: Tensor) -> float:
     """Returns the inverse temperature with which a stored pattern retrieves itself, 1 if no two patterns differ."""
     size = min(SAMPLE_KEYS, len(patterns))
-    if patterns.is_meta or size < 2:
+    if size < 2:
         return 1.0
     keys = patterns[torch.arange(size, device=patterns.device) * len(patterns) // size]
     queries = keys[: max(8, min(SAMPLE_QUERIES, SAMPLE_ELEMENTS // keys.numel()))]
