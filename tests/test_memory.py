@@ -279,17 +279,6 @@ def test_beta_is_within_the_range_of_the_dtype(beta):
     assert AssociativeMemory(torch.eye(3).double(), beta=beta).beta == beta
 
 
-@pytest.mark.usefixtures("small_fit")
-def test_numpy_arrays_are_accepted_everywhere():
-    patterns, labels = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32), np.arange(20) % 3
-    memory = AssociativeMemory(patterns, "adaptive", labels=labels)
-    memory.fit((np.arange(20), patterns), by="pattern")
-    memory.fit((labels, patterns), by="label", seed=np.int64(3))
-    assert memory.search(patterns, np.int64(3))[1].shape == (20, 3)
-    assert memory.retrieve(patterns, steps=np.int64(2)).shape == (20, 4)
-    assert memory.add(patterns, labels=labels).tolist() == list(range(20, 40))
-
-
 def test_recall_needs_little_memory_beside_the_patterns(monkeypatch):
     """Chunks bound the memory independently of the number of patterns."""
     monkeypatch.setattr(search_module, "CHUNK_ELEMENTS", 2**15)

@@ -289,12 +289,6 @@ def test_widths_are_quantiles_and_scale_with_the_data():
     torch.testing.assert_close(large.widths[1:], 1000 * similarity.widths[1:])
 
 
-def test_patterns_without_differences_have_width_one():
-    for keys in (torch.ones(5, 3), torch.rand(1, 3)):
-        similarity = ah.AdaptiveSimilarity(3, bases=NEAR, init="uniform").fix_scales_(keys)
-        assert torch.equal(similarity.widths, torch.ones(3))
-
-
 def test_a_similarity_with_widths_and_units_is_saved_and_loaded():
     similarity = ah.AdaptiveSimilarity(6, bases=NEAR, init="uniform")
     similarity.units = torch.rand(6) + 0.5
@@ -402,6 +396,9 @@ def test_lazy_similarities():
     assert torch.equal(lazy.w, weights)
     with pytest.raises(ah.AHopError, match="blocks must divide d = 12: expected one of 1, 2, 3, 4, 6, 12, got 5"):
         SimilarityOptions(blocks=5).make_similarity(None, 3)(query, key)
+    refuses("init must have the shape of w", SimilarityOptions(init=torch.tensor(1.0)).make_similarity, None, 2)
+    factory = SimilarityOptions(similarity=Scaled)
+    refuses("a similarity factory needs the dimension of a head", factory.make_similarity, None, 2)
 
 
 def test_lazy_similarities_load_checkpoints():
@@ -429,14 +426,6 @@ def test_device_and_dtype():
     assert (similarity.w == 1).all()
     with pytest.raises(TypeError, match="positional"):
         ah.AdaptiveSimilarity(8, 3, ("dot",), "dot", False, None, "meta")
-
-
-def test_an_unknown_dimension_is_inferred_or_an_error():
-    assert isinstance(SimilarityOptions().make_similarity(None, 2), LazyAdaptiveSimilarity)
-    assert SimilarityOptions(init=torch.ones(2, 2, 5)).make_similarity(None, 2).dim == 5
-    refuses("init must have the shape of w", SimilarityOptions(init=torch.tensor(1.0)).make_similarity, None, 2)
-    with pytest.raises(ah.AHopError, match="a similarity factory needs the dimension of a head"):
-        SimilarityOptions(similarity=Scaled).make_similarity(None, 2)
 
 
 def test_similarities_are_found_whatever_their_class():

@@ -34,10 +34,7 @@ def describe_parts(memory: Any) -> dict[str, Any]:
     separation = memory.separation
     alpha = getattr(separation, "alpha_logit", None)
     plain = type(separation) is Separation and (alpha is None or alpha.ndim == 0)
-    described = {
-        "similarity": _described(memory.similarity),
-        "separation": separation.name if plain else None,
-    }
+    described = {"similarity": _described(memory.similarity), "separation": separation.name if plain else None}
     for name, value in described.items():
         part = getattr(memory, name)
         if value is None:

@@ -20,15 +20,7 @@ from ahop_layers.errors import (
 )
 from ahop_layers.ops.operators import adaptive_similarity
 from ahop_layers.ops.reference import BASES, block_sums, check_bases, fold, known_blocks, pair_values, stretched, unfold
-from ahop_layers.similarity.blocks import (
-    Blocks,
-    BlocksArgument,
-    arrange,
-    as_blocks,
-    normalize,
-    restore,
-    stored_norm,
-)
+from ahop_layers.similarity.blocks import Blocks, BlocksArgument, arrange, as_blocks, normalize, restore, stored_norm
 from ahop_layers.similarity.widths import differences, quantiles
 
 INITS = ("dot", "dis", "l1", "uniform")  # built-in values of ``init``; the name of a registered base is one as well

@@ -144,12 +144,7 @@ def block_features(
 
 
 def _part_features(
-    query: Tensor,
-    patterns: Tensor,
-    candidates: Tensor,
-    part: AdaptiveSimilarity,
-    edges: list[int],
-    missing: bool,
+    query: Tensor, patterns: Tensor, candidates: Tensor, part: AdaptiveSimilarity, edges: list[int], missing: bool
 ) -> Tensor:
     """Returns the features of one part of a similarity; NaN is an unknown value if ``missing``."""
     widths = [1.0] * len(part.bases) if part.widths is None else part.widths.tolist()
