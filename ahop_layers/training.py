@@ -23,7 +23,7 @@ def parameter_groups(
         lr, similarity_lr: learning rate, and that of the similarity parameters; None means ``lr``.
         weight_decay: weight decay of all other parameters.
 
-    >>> import ahop_layers as ah
+    >>> import torch, ahop_layers as ah
     >>> model = nn.Sequential(nn.Linear(4, 8), ah.AdaptiveHopfieldPooling(8))
     >>> optimizer = torch.optim.AdamW(ah.parameter_groups(model, lr=1e-3, similarity_lr=1e-4, weight_decay=0.05))
     >>> [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]

@@ -340,3 +340,33 @@ def test_scores_in_the_dtype_of_the_query(backend, dtype):
     assert all(map(torch.equal, *results))
     if backend == "auto":
         torch.library.opcheck(torch.ops.ahop.score, (query.requires_grad_(), *inputs[1:], False, None, False))
+
+
+class _Seen(TorchDispatchMode):
+    """Records the names of operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_observes_a_call_sees_its_operators_and_the_results_are_equal():
+    query, key, weight = (torch.randn(size, requires_grad=True) for size in ((2, 5, 8), (2, 7, 8), (2, 4)))
+
+    def gradients():
+        scores = ah.adaptive_similarity(query, key, weight)
+        return scores.detach(), *torch.autograd.grad(scores.square().sum(), (query, key, weight))
+
+    with _Seen() as seen:
+        observed = gradients()
+    assert {"ahop::score_forward", "ahop::score_backward"} <= seen.names
+    assert all(map(torch.equal, observed, gradients()))
+    pairs = torch.complex(torch.randn(5, 8), torch.randn(5, 8))
+    negated = pairs.conj().imag  # a lazy negation: the memory holds the values with the other sign
+    assert negated.is_neg()
+    expected = ah.adaptive_similarity(negated.clone().resolve_neg(), key[0], weight)
+    torch.testing.assert_close(ah.adaptive_similarity(negated, key[0], weight), expected)

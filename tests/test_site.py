@@ -55,7 +55,7 @@ def test_the_site(tmp_path):
 def reference_has_every_public_name(site):
     anchors = {anchor for page in site.values() for anchor in re.findall(r'\bid="([^"]+)"', page)}
     public = [name for name in ah.__all__ if name != "variants"]
-    for part in ("variants", "neighbors", "plots", "torchmil"):
+    for part in ("memory.variants", "neighbors", "plots", "torchmil"):
         module = import_module(f"ahop_layers.{part}")
         here = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         public += [f"{part}.{name}" for name in getattr(module, "__all__", here) if not name.startswith("_")]

@@ -17,7 +17,7 @@ from ahop_layers.ops import operators
 from ahop_layers.ops.backend import choose_attention
 from ahop_layers.ops.gpu import attend as fused
 from ahop_layers.ops.gpu import launch as gpu
-from ahop_layers.ops.operators import call_backward, check_tensor, register, register_composite
+from ahop_layers.ops.operators import call_backward, call_operator, check_tensor, register, register_composite
 from ahop_layers.ops.protocols import Attention, AttentionCall, allocate_grads
 from ahop_layers.ops.reference import accumulation_dtype
 
@@ -93,8 +93,9 @@ def attend(
     seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout else None
     args = query, key, value, weight, mask, seed, ",".join(names), causal, float(dropout), backend, beta, scaling
     if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in args):
-        return torch.ops.ahop.attend.default(*args)
-    return torch.ops.ahop.attend_forward.default(*args)[0]
+        readout: Tensor = call_operator("attend", *args)
+        return readout
+    return call_operator("attend_forward", *args)[0]
 
 
 def _are_factors(beta: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -232,7 +233,7 @@ class _Attend(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             raise AHopError("mask must not require a gradient: ahop::attend computes none, got one that does")
         *tensors, bases, causal, dropout, backend, beta, scaling = args
-        results: tuple[Tensor, Tensor] = torch.ops.ahop.attend_forward.default(*args)
+        results: tuple[Tensor, Tensor] = call_operator("attend_forward", *args)
         ctx.save_for_backward(*tensors, *results, beta)
         ctx.options, ctx.scaling = (bases, causal, dropout, backend), scaling
         return results[0]
@@ -241,8 +242,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients of query, key, value, weight and beta."""
         (*tensors, beta), needed = ctx.saved_tensors, ctx.needs_input_grad
-        operator, need = torch.ops.ahop.attend_backward.default, (*needed[:4], needed[10])
-        *grads, slope = call_backward(operator, need, grad, *tensors, *ctx.options, beta, ctx.scaling)
+        need = (*needed[:4], needed[10])
+        *grads, slope = call_backward("attend_backward", need, grad, *tensors, *ctx.options, beta, ctx.scaling)
         return *grads, *[None] * 6, slope, None
 
 
