@@ -22,7 +22,7 @@ from ahop_layers.packed import Packed
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from ahop_layers.similarity.fixed import dot_product
-from ahop_layers.similarity.protocol import Similarity, is_attended
+from ahop_layers.similarity.protocol import Similarity
 
 Steps = int | None | Sequence[int]
 
@@ -194,7 +194,7 @@ def associate(
 
 def _is_attention(score: Similarity, separation: Separation, steps: Steps) -> TypeGuard[AdaptiveSimilarity]:
     """Returns whether ``ahop::attend`` computes this association, and no hook or override observes a part of it."""
-    if not is_attended(score):
+    if not (isinstance(score, AdaptiveSimilarity) and score.is_attended):
         return False
     softmax = type(separation) is Separation and separation.name == "softmax"
     watched = any(has_hooks(part) or "forward" in part.__dict__ for part in (score, separation))

@@ -225,13 +225,10 @@ def test_a_saved_memory_is_the_same_memory(name, rows, tmp_path):
 
 
 @pytest.mark.parametrize("init", ["dot", "uniform", torch.linspace(0, 1, 24).reshape(2, 12)])
-def test_a_saved_similarity_keeps_its_init_and_what_is_frozen(init, rows, tmp_path):
+def test_a_saved_similarity_keeps_its_init(init, rows, tmp_path):
     memory = AssociativeMemory(rows, ah.AdaptiveSimilarity(12, init=init, debias=True))
-    memory.similarity.bias.requires_grad_(False)
     memory.save(tmp_path / "memory.safetensors")
     loaded = AssociativeMemory.load(tmp_path / "memory.safetensors")
-    frozen = [{name for name, each in m.named_parameters() if not each.requires_grad} for m in (memory, loaded)]
-    assert frozen == [{"similarity.bias"}] * 2
     for each in (memory, loaded):
         each.similarity.reset_parameters()
     assert torch.equal(loaded.similarity.footprint_weight(), memory.similarity.footprint_weight())
@@ -239,16 +236,13 @@ def test_a_saved_similarity_keeps_its_init_and_what_is_frozen(init, rows, tmp_pa
 
 def test_tensors_without_values_are_refused_and_states_and_indices_of_other_kinds(rows):
     memory, given, number = AssociativeMemory(rows), rows.to("meta"), torch.arange(60, device="meta")
-    empty = AssociativeMemory(given)  # which has a shape alone
     for call in (
         lambda: memory.search(given),
         lambda: memory.add(given),
         lambda: AssociativeMemory(rows, labels=number),
         lambda: AssociativeMemory(rows, ids=number),
         lambda: AssociativeMemory(rows, "adaptive").fit((torch.arange(60), given)),
-        lambda: empty.fit(ah.variants.Noisy(0.1)),
-        lambda: empty.add(rows),
-        lambda: AssociativeMemory(given, labels=range(60)),
+        lambda: AssociativeMemory(given),
     ):
         refuses("must be|must have|needs", call)
     for patterns in (given, rows.to_sparse(), rows.to(torch.float8_e4m3fn)):
@@ -291,12 +285,9 @@ def test_modules_of_others_are_not_saved(rows, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-OPTIONS = {"debias": False, "init": "dot"}
-HEADS = OPTIONS | {"bases": ["dot"], "blocks": [None, False], "num_heads": 10**10}
 METADATA = {
     "newer": {"version": 99},
     "hostile": {"similarity": {"blocks": 3, "debias": "__import__('os')"}, "separation": 5},
-    "heads": {"similarity": ["AdaptiveSimilarity", HEADS]},
     "short": {},
 }
 

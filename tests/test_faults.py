@@ -21,9 +21,9 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 SCALES = {
     torch.float16: (255.0, 1e-4),
-    torch.bfloat16: (1e25,),
-    torch.float32: (1e-25, 1e19),
-    torch.float64: (1e-140, 1e140),
+    torch.bfloat16: (1e9,),
+    torch.float32: (1e-9, 1e15),
+    torch.float64: (1e-30, 1e100),
 }
 MEMORIES = {
     **{name: partial(AssociativeMemory, similarity=name) for name in ("auto", "dot", "dis", "l1", "adaptive")},
@@ -78,10 +78,6 @@ def test_values_that_no_dtype_holds_are_refused():
             lambda: memory.load_state_dict(memory.state_dict() | {"patterns": large}),
         ],
         "patterns must be within the range of torch.float32, got": [wide.float],
-        "patterns must have squares within the range of float64, got": [
-            lambda: AssociativeMemory(large * large),
-            lambda: AssociativeMemory(1 / large / large),
-        ],
     }
     for message, each in calls.items():
         for call in each:

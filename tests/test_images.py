@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.memory.images import BEST
+from ahop_layers.memory.images import BEST_SHARE
 
 SIDE = 12
 
@@ -43,7 +43,7 @@ def test_the_first_score_is_that_of_the_best_patches_and_of_near_pixels_and_cont
     cut = patches(query), patches(key)
     first, second = (part / (part.norm(dim=-1, keepdim=True) + constant) for part in cut)
     correlation = torch.einsum("lpd,spd->lsp", first, second).sort(-1, descending=True).values
-    expected = correlation[..., : round(BEST * correlation.shape[-1])].mean(-1)
+    expected = correlation[..., : round(BEST_SHARE * correlation.shape[-1])].mean(-1)
     for part, own, other in zip(similarity.parts()[:2], similarity.views(query), similarity.views(key), strict=False):
         widths = [width for name, width in zip(part.names, part.widths.tolist(), strict=True) if name == "near"]
         difference = (own[:, None] - other).abs()

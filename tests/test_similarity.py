@@ -11,10 +11,10 @@ from torch import nn
 
 import ahop_layers as ah
 from ahop_layers.ops import reference
-from ahop_layers.similarity import protocol
 from ahop_layers.similarity.associator import named_similarities
 from ahop_layers.similarity.fixed import FIXED
 from ahop_layers.similarity.options import LazyAdaptiveSimilarity, SimilarityOptions
+from ahop_layers.similarity.protocol import is_solvable
 from ahop_layers.similarity.widths import quantiles, units
 from tests.samples import Scaled, refuses
 
@@ -289,12 +289,6 @@ def test_widths_are_quantiles_and_scale_with_the_data():
     torch.testing.assert_close(large.widths[1:], 1000 * similarity.widths[1:])
 
 
-def test_patterns_without_differences_have_width_one():
-    for keys in (torch.ones(5, 3), torch.rand(1, 3)):
-        similarity = ah.AdaptiveSimilarity(3, bases=NEAR, init="uniform").fix_scales_(keys)
-        assert torch.equal(similarity.widths, torch.ones(3))
-
-
 def test_a_similarity_with_widths_and_units_is_saved_and_loaded():
     similarity = ah.AdaptiveSimilarity(6, bases=NEAR, init="uniform")
     similarity.units = torch.rand(6) + 0.5
@@ -402,6 +396,9 @@ def test_lazy_similarities():
     assert torch.equal(lazy.w, weights)
     with pytest.raises(ah.AHopError, match="blocks must divide d = 12: expected one of 1, 2, 3, 4, 6, 12, got 5"):
         SimilarityOptions(blocks=5).make_similarity(None, 3)(query, key)
+    refuses("init must have the shape of w", SimilarityOptions(init=torch.tensor(1.0)).make_similarity, None, 2)
+    factory = SimilarityOptions(similarity=Scaled)
+    refuses("a similarity factory needs the dimension of a head", factory.make_similarity, None, 2)
 
 
 def test_lazy_similarities_load_checkpoints():
@@ -431,14 +428,6 @@ def test_device_and_dtype():
         ah.AdaptiveSimilarity(8, 3, ("dot",), "dot", False, None, "meta")
 
 
-def test_an_unknown_dimension_is_inferred_or_an_error():
-    assert isinstance(SimilarityOptions().make_similarity(None, 2), LazyAdaptiveSimilarity)
-    assert SimilarityOptions(init=torch.ones(2, 2, 5)).make_similarity(None, 2).dim == 5
-    refuses("init must have the shape of w", SimilarityOptions(init=torch.tensor(1.0)).make_similarity, None, 2)
-    with pytest.raises(ah.AHopError, match="a similarity factory needs the dimension of a head"):
-        SimilarityOptions(similarity=Scaled).make_similarity(None, 2)
-
-
 def test_similarities_are_found_whatever_their_class():
     attention = ah.AdaptiveAttention(8, 2, similarity=Scaled)
     memory = ah.AssociativeMemory(torch.randn(3, 4), "adaptive")
@@ -456,13 +445,12 @@ def test_a_plain_function_is_a_similarity_that_can_do_nothing_else():
         return nn.functional.normalize(query, dim=-1) @ nn.functional.normalize(key, dim=-1).mT
 
     query, key = pair()
-    assert torch.equal(protocol.score(cosine, query, key), cosine(query, key))
-    for ask in (protocol.allows_missing, protocol.is_solvable, protocol.is_fused, protocol.is_unbounded):
-        assert not ask(cosine)
-    assert protocol.sources(cosine) == []
-    assert protocol.compared_size(cosine, 12) == 12
-    protocol.fix_scales_(cosine, key)
-    refuses("explain needs a fixed or an adaptive similarity, got function", protocol.explain, cosine, query, query)
+    memory = ah.AssociativeMemory(key, cosine)
+    assert torch.equal(memory.scores(query), cosine(query, key))
+    assert not is_solvable(cosine)
+    refuses("explain needs a fixed or an adaptive similarity, got function", memory.explain, query)
+    query[0, 0] = torch.nan
+    refuses("queries x must not hold NaN for this similarity", memory.search, query)
 
 
 @every_kind
@@ -471,22 +459,19 @@ def test_prepared_keys_and_explanations_give_the_scores(blocks):
     query, key = pair(count=4)
     similarity.fix_scales_(key)
     scores = similarity(query, key)
-    if protocol.sources(similarity):
-        prepared = similarity.prepare(key)
-        torch.testing.assert_close(protocol.score(similarity, query, key, prepared=prepared), scores)
-    torch.testing.assert_close(protocol.explain(similarity, query, key).sum(-1), scores.diagonal().detach())
+    torch.testing.assert_close(similarity(query, key, prepared=similarity.prepare(key)), scores)
+    torch.testing.assert_close(similarity.explain(query, key).sum(-1), scores.diagonal().detach())
     subset = ah.AdaptiveSimilarity(12, 2, blocks=blocks)
-    assert protocol.is_solvable(similarity)
-    assert not protocol.is_solvable(subset)  # with heads
-    refuses("explain needs a similarity without heads, got num_heads=2", protocol.explain, subset, query, query)
+    assert is_solvable(similarity)
+    assert not is_solvable(subset)  # with heads
+    refuses("explain needs a similarity without heads, got num_heads=2", subset.explain, query, query)
 
 
 def test_fixed_similarities_score_and_explain_known_values():
     query, key = pair(count=4)
     query[0, :5] = torch.nan
     for base, fixed in FIXED.items():
-        scores = protocol.score(fixed, query, key, missing=True)
+        scores = fixed(query, key, missing=True)
         values = reference.pair_values(query, key, base)
         torch.testing.assert_close(scores, 12 * values.nanmean(-1))
-        torch.testing.assert_close(protocol.explain(fixed, query, key).sum(-1), scores.diagonal())
-        assert protocol.allows_missing(fixed)
+        torch.testing.assert_close(fixed.explain(query, key).sum(-1), scores.diagonal())

@@ -76,7 +76,7 @@ def test_random_values_have_the_range_of_each_dimension_of_the_patterns(monkeypa
     patterns = uniform(200, 4) * torch.tensor([1.0, 100.0, 0.0, 1.0]) + torch.tensor([0.0, -500.0, 7.0, 0.0])
     patterns[::2, 0] = torch.nan
     patterns[:, 3] = torch.nan
-    monkeypatch.setattr(v, "RANGE_BLOCK", 4 * 32)  # several blocks
+    monkeypatch.setattr(v, "RANGE_ELEMENTS", 4 * 32)  # several chunks
     for variant in (v.Replaced(1.0), v.as_damage([v.Replaced(1.0)]).bind(patterns)):
         query = variant.sample(patterns, 4000)[1]
         assert query[:, 3].isnan().all()  # no known value

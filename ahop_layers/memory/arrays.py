@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 Array = TypeVar("Array", Tensor, "NDArray[Any]")
 """A tensor or a NumPy array: methods return the kind of array that they are called with."""
 
-RANKED_SCORES = 2**22
-"""Number of scores that are ranked at once. Small chunks are concatenated, because each ranking has a fixed cost."""
+RANKED_SCORES = 2**22  # number of scores that are ranked at once: each ranking has a fixed cost
 
 
 def as_tensor(name: str, x: Any, device: torch.device | None = None) -> Tensor:
@@ -127,7 +126,7 @@ def top_k(chunks: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:
 def merge(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor]:
     """Returns the ``k`` largest scores and their indices out of several results ``(L, K)`` of :func:`top_k`.
 
-    All indices of a part are smaller than those of the next one. Within a part, equal scores are ordered by index.
+    All indices of a part are smaller than all indices of the next. Within a part, equal scores are ordered by index.
     """
     values, indices = (torch.cat(each, -1) for each in zip(*parts, strict=True))
     values, order = values.sort(dim=-1, descending=True, stable=True)  # keeps the order of equal scores
@@ -157,19 +156,11 @@ def _top_of_chunk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     largest = scores.topk(min(k + 1, size), -1)
     # topk chooses arbitrarily among scores that equal the k-th largest. NaN, which is largest, equals nothing.
     unique = largest.values[..., -1] < largest.values[..., -2] if k < size else scores.new_ones(1)
-    if not torch.compiler.is_compiling() and unique.all():  # a branch on values would break the graph
-        indices = largest.indices[..., :k].sort(-1).values
-    else:
-        indices = _first_of_chunk(scores, k, largest.values[..., k - 1 : k])
+    indices, threshold = largest.indices[..., :k], largest.values[..., k - 1 : k]
+    if torch.compiler.is_compiling() or not unique.all():  # a branch on values would break the graph
+        # Ranks unique integers: first all scores above the k-th largest, then all that equal it, each by index.
+        group = 1 + (scores <= threshold).int() - ((scores >= threshold) | scores.isnan()).int()
+        rank = group.mul_(size).add_(torch.arange(size, dtype=torch.int32, device=scores.device))
+        indices = rank.topk(k, -1, largest=False, sorted=False).values.long() % size
+    indices = indices.sort(-1).values
     return scores.gather(-1, indices), indices
-
-
-def _first_of_chunk(scores: Tensor, k: int, threshold: Tensor) -> Tensor:
-    """The indices of the ``k`` largest of ``scores (L, n)``, the first of those that equal the ``threshold (L, 1)``."""
-    # Ranks unique integers: first all scores above the k-th largest, then all that equal it, each in the order of their
-    # indices.
-    size = scores.shape[-1]
-    group = 1 + (scores <= threshold).int() - ((scores >= threshold) | scores.isnan()).int()
-    rank = group.mul_(size).add_(torch.arange(size, dtype=torch.int32, device=scores.device))
-    chosen = rank.topk(k, -1, largest=False, sorted=False).values.long() % size
-    return chosen.sort(-1).values

@@ -23,16 +23,14 @@ from ahop_layers.memory.search import Queries, Scorer
 from ahop_layers.memory.storage import nested
 from ahop_layers.memory.variants import Variant
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity.protocol import compared_size
+from ahop_layers.similarity.protocol import is_solvable
 
-CALIBRATED, CALIBRATED_ELEMENTS = 1024, 2**20
-"""Number of queries to which the confidence is fitted, as many unknown ones are kept; most values that are compared."""
-
-OCTAVES, TOLERANCE = (-4.0, 8.0), 0.01
-"""Range of the factor in powers of two, relative to the deviation of scores, and the loss that a small one may cost."""
-
-PENALTY, MOST_ODDS = 1e-4, 30.0
-"""Penalty of the weights of the evidence, and limit of log odds."""
+CALIBRATED = 1024  # number of queries to which the confidence is fitted; as many unknown ones are kept
+CALIBRATED_ELEMENTS = 2**20  # number of elements of the patterns with which each of them is compared
+OCTAVES = (-4.0, 8.0)  # range of the factor in powers of two, relative to the deviation of scores
+FACTOR_LOSS = 0.01  # what the smallest possible factor may add to the loss
+PENALTY = 1e-4  # of the weights of the evidence
+MOST_ODDS = 30.0  # limit of log odds
 
 
 class Calibration(NamedTuple):
@@ -42,7 +40,7 @@ class Calibration(NamedTuple):
     weights: tuple[float, float, float]
 
     def confidence(self, own: Tensor, total: Tensor) -> Tensor:
-        """Returns the confidence of hits from their log-sum-exp ``(L, k)`` and that of all patterns ``(L,)``."""
+        """Returns the confidence of hits from the log-sum-exp of each ``(L, k)`` and of all patterns ``(L,)``."""
         features = evidence(own[:, 0], total)
         known = functional.logsigmoid(features @ features.new_tensor(self.weights))
         return (own - total[:, None] + known[:, None]).exp().nan_to_num(0.0)  # without a known value in common
@@ -160,8 +158,9 @@ def calibrate(
         The calibration, and the confidences of unknown queries in ascending order; None if the patterns are all equal,
         or of one class.
     """
-    stored, device = scorer.stored, scorer.stored.patterns.device
-    size = compared_size(scorer.similarity, stored.dim)  # images have several views, each of which takes time
+    stored, similarity, device = scorer.stored, scorer.similarity, scorer.stored.patterns.device
+    # Images have several views, each of which takes time.
+    size = sum(part.dim for part in similarity.parts()) if is_solvable(similarity) else stored.dim
     kept = some_patterns(stored.count, stored.dim, generator)[: max(CANDIDATES, CALIBRATED_ELEMENTS // size)]
     by_class = stored.classes is not None
     if isinstance(damage, Variant):
@@ -176,7 +175,7 @@ def calibrate(
             kept = torch.unique(torch.cat([target, kept]))
             target = torch.searchsorted(kept, target)
         origin, some = target.new_full(target.shape, -1), stored.take(kept)
-        if by_class:  # classes are those of the patterns that were kept
+        if by_class:  # some classes may have no pattern that was kept
             known = some.given_classes().labels
             place = torch.searchsorted(known, target).clamp(max=len(known) - 1)
             there = known[place] == target
@@ -213,7 +212,7 @@ def _fit(
 
     factors = [2**octave / unit for octave in torch.arange(*OCTAVES, 0.25).tolist()]
     losses = [functional.cross_entropy(logits(scores, factor).clamp(min=-1e30), target).item() for factor in factors]
-    factor = next(each for each, loss in zip(factors, losses, strict=True) if loss <= min(losses) + TOLERANCE)
+    factor = next(each for each, loss in zip(factors, losses, strict=True) if loss <= min(losses) + FACTOR_LOSS)
     queries = [scores, scores.masked_fill(same, -torch.inf)]
     hit = torch.cat([of_pattern[each.argmax(1)] for each in queries])
     found = torch.cat([logits(each, factor) for each in queries])
@@ -228,7 +227,7 @@ def _fit(
 
 
 def _logistic(features: Tensor, log_share: Tensor, right: Tensor) -> tuple[float, float, float]:
-    """Returns the weights of ``features (L, 3)`` for which the product with a probability is that of being right."""
+    """Returns the weights of ``features (L, 3)`` whose product with a share is the probability of being right."""
     features, log_share = features.double(), log_share.double()
     center, scale = features[:, :2].mean(0), features[:, :2].std(0).clamp(min=1e-9)
     scaled = torch.cat([(features[:, :2] - center) / scale, features[:, 2:]], 1)

@@ -1,7 +1,6 @@
 """Fitting a memory: queries are drawn or given, the similarity learns from them, and its confidence is calibrated."""
 
-import importlib.util
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,39 +18,24 @@ from ahop_layers.memory.search import Scorer
 from ahop_layers.memory.storage import Stored
 from ahop_layers.memory.variants import Variant, as_damage
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity.protocol import allows_missing, is_solvable
+from ahop_layers.similarity.protocol import is_solvable
 
-STEPS = 6
-"""Number of steps of the progress bar: the queries, four of the similarity, and the confidence."""
-
-BIAS_QUERIES = 8192
-"""Number of queries from which a bias is estimated."""
-
-
-class Fitted(NamedTuple):
-    """What a fit found besides the similarity, which it changes in place.
-
-    Attributes:
-        temperature: scores divided by it are logits.
-        calibration: how scores become confidences, and the confidences of unknown queries; None if all patterns are
-            alike.
-        report: held-out accuracy.
-    """
-
-    temperature: float
-    calibration: tuple[Calibration, Tensor] | None
-    report: FitReport
+BIAS_QUERIES = 8192  # number of queries from which a bias is estimated
 
 
 @torch.no_grad()
-def fit(scorer: Scorer, damage: Any, by_label: bool, seed: int, progress: bool) -> Fitted:
-    """Learns the similarity of a memory in place; see :meth:`ahop_layers.AssociativeMemory.fit`."""
+def fit(
+    scorer: Scorer, damage: Any, by_label: bool, seed: int
+) -> tuple[float, tuple[Calibration, Tensor] | None, FitReport]:
+    """Learns the similarity of a memory in place; see :meth:`ahop_layers.AssociativeMemory.fit`.
+
+    Returns the temperature, by which scores are divided to be logits, the result of :func:`calibrate`, and the report.
+    """
     stored, similarity, device = scorer.stored, scorer.similarity, scorer.stored.patterns.device
     if damage is None:
-        damage = questions.any_damage(stored.shape, allows_missing(similarity))
+        damage = questions.any_damage(stored.shape, getattr(similarity, "allows_missing", False))
     data = _read_damage(damage, scorer, by_label)
-    bar = _progress_bar(progress)
-    # Other numbers than those of the seed itself: patterns drawn with it would be values that replace others.
+    # Another seed: patterns that a user drew with this one would be values that replace others.
     generator = torch.Generator(device).manual_seed(seed ^ 0x5851F42D4C957F2D)
     kept = some_patterns(stored.count, stored.dim, generator)
 
@@ -72,37 +56,16 @@ def fit(scorer: Scorer, damage: Any, by_label: bool, seed: int, progress: bool) 
             asked = asked._replace(origin=torch.searchsorted(kept, asked.origin))
         patterns, own = some(kept)
         asked = questions.with_intact(asked, patterns, own, generator)
-    bar.update()
     bias = getattr(similarity, "bias", None)
     if bias is not None and bias.requires_grad and not bias.any():
         bias.copy_(_estimate_bias(*_bias_pairs(data, stored, by_label, generator)))
     if isinstance(similarity, AutoSimilarity):
         asked = asked._replace(query=scorer.clamped(asked.query))
-    temperature, report = learn(similarity, patterns, own, asked, generator, bar.update)
+    temperature, report = learn(similarity, patterns, own, asked, generator)
     if stored.classes is not None and not by_label and not isinstance(data, Variant):
         data = stored.class_of(data[0]), data[1]
     generator = torch.Generator(device).manual_seed(seed ^ 0x2545F491 ^ 0x5851F42D4C957F2D)
-    calibration = calibrate(scorer, data, by_label, generator)
-    bar.update()
-    bar.close()
-    return Fitted(temperature, calibration, report)
-
-
-class _NoBar:
-    """A progress bar that shows nothing."""
-
-    def update(self) -> None:
-        """Counts a step."""
-
-    def close(self) -> None:
-        """Ends the bar."""
-
-
-def _progress_bar(progress: bool) -> Any:
-    """Returns a progress bar of tqdm, which shows nothing unless it writes to a terminal."""
-    if not progress or importlib.util.find_spec("tqdm") is None:
-        return _NoBar()
-    return importlib.import_module("tqdm").tqdm(total=STEPS, desc="fit", disable=None, leave=False)
+    return temperature, calibrate(scorer, data, by_label, generator), report
 
 
 def _read_damage(damage: Any, scorer: Scorer, by_label: bool) -> Variant | Pairs:

@@ -15,16 +15,9 @@ from ahop_layers.similarity.blocks import Blocks
 
 PIXELS: tuple[BaseArgument, ...] = ("l1", ("near", 0.02), ("near", 0.1), ("near", 0.5))
 CONTRASTS: tuple[BaseArgument, ...] = (("near", 0.05), ("near", 0.2))
-"""Bases for pixels and for contrasts."""
-
-OFFSETS = ((0, 1), (1, 0), (1, 1), (1, -1))
-"""Distances in rows and columns of the two pixels of a contrast."""
-
-DARK = 0.05
-"""Brightness below which a contrast counts little, relative to the root mean square of the stored pixels."""
-
-BEST = 0.3
-"""Share of the patches that count before the weights are learned: those that agree best."""
+OFFSETS = ((0, 1), (1, 0), (1, 1), (1, -1))  # distances in rows and columns of the two pixels of a contrast
+DARK = 0.05  # brightness below which a contrast counts little, relative to the root mean square of stored pixels
+BEST_SHARE = 0.3  # share of the patches, the best ones, that count before the weights are learned
 
 
 class ImageSimilarity(nn.Module):
@@ -59,7 +52,7 @@ class ImageSimilarity(nn.Module):
     tensor(0)
     """
 
-    allows_missing = True
+    allows_missing = is_solvable = True
     dark: Tensor
 
     def __init__(
@@ -102,7 +95,7 @@ class ImageSimilarity(nn.Module):
         if self.contrasts is not None:
             self.contrasts.w[:, -1] = 1 / (len(CONTRASTS) * self.contrasts.dim)
         for part in self.parts()[-len(self.sizes) :] if self.sizes else ():
-            best = max(1, round(BEST * part.w.shape[-1]))
+            best = max(1, round(BEST_SHARE * part.w.shape[-1]))
             part.w[0, best - 1] = 1 / (best * len(self.patches))
 
     @torch.no_grad()
@@ -110,10 +103,6 @@ class ImageSimilarity(nn.Module):
         """Sets the weights of sorted similarities, which are not cumulated: ``(n_bases, n)`` for each view."""
         for part, folded in zip(self.parts(), weights, strict=True):
             part.set_ranks_([folded])
-
-    def unbiased(self, query: Tensor) -> Tensor:
-        """Returns the query: this similarity has no bias."""
-        return query
 
     @torch.no_grad()
     def overview(self, query: Tensor, key: Tensor) -> Tensor:
@@ -158,10 +147,6 @@ class ImageSimilarity(nn.Module):
         first, second = (rows.index_select(-1, each) for each in index)
         total = first.abs() + second.abs() + 2 * self.dark.to(rows.dtype)
         return (second - first) / torch.where(total > 0, total, 1.0)
-
-    def is_solvable(self) -> bool:
-        """Returns True: the score is linear in the weights of the views."""
-        return True
 
     @torch.no_grad()
     def explain(self, query: Tensor, key: Tensor) -> Tensor:
@@ -215,7 +200,7 @@ class ImageSimilarity(nn.Module):
         return reduce(torch.add, scores)
 
     def _shifted(self, rows: Tensor, down: int, right: int) -> Tensor:
-        """Moves images; the pixels that enter are those of the border."""
+        """Moves images; the pixels that enter repeat the border."""
         if not down and not right:
             return rows
         at = [torch.arange(n, device=rows.device) for n in (self.height, self.width)]

@@ -21,10 +21,9 @@ from ahop_layers.errors import (
     describe,
 )
 from ahop_layers.memory import storage
-from ahop_layers.memory.arrays import Array, as_given, as_indices, check_values, from_numpy
+from ahop_layers.memory.arrays import Array, as_given, as_indices, from_numpy
 from ahop_layers.memory.confidence import CALIBRATED, Asked, Calibration, Hits
 from ahop_layers.memory.fit import fit
-from ahop_layers.memory.labels import as_labels
 from ahop_layers.memory.learn.auto import first_inverse_temperature
 from ahop_layers.memory.learn.solve import FitReport
 from ahop_layers.memory.parts import describe_parts, make_parts, named_similarity
@@ -35,7 +34,7 @@ from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import check_state
 from ahop_layers.similarity.associator import Associator
-from ahop_layers.similarity.protocol import Similarity, fix_scales_, is_solvable
+from ahop_layers.similarity.protocol import Similarity
 
 
 class AssociativeMemory(Associator):
@@ -99,7 +98,7 @@ class AssociativeMemory(Associator):
         if beta is not None:
             check_numbers("a positive number", beta=beta)
         self.register_buffer("beta", torch.tensor(float(beta or 1.0), dtype=wide, device=rows.device))
-        if not rows.is_meta and not 0 < self.beta < torch.inf:
+        if not 0 < self.beta < torch.inf:
             raise AHopError(f"beta must be a positive number within the range of {wide}, got {beta!r}")
         self.register_buffer("calibration", torch.zeros(4, dtype=torch.float64, device=rows.device))  # none yet
         self.register_buffer("foreign", torch.zeros(CALIBRATED, device=rows.device))
@@ -109,10 +108,10 @@ class AssociativeMemory(Associator):
         check_callable(similarity=self.similarity, separation=self.separation)
         if stored.unknown:
             self._scorer().check_missing("patterns")
-        if not sample.is_meta:
-            fix_scales_(self.similarity, sample)  # not per chunk of patterns
-            if similarity == "auto" and beta is None and is_solvable(self.similarity):
-                self.beta.fill_(first_inverse_temperature(self.similarity, sample))
+        if hasattr(self.similarity, "fix_scales_"):
+            self.similarity.fix_scales_(sample)  # not per chunk of patterns
+        if similarity == "auto" and beta is None:
+            self.beta.fill_(first_inverse_temperature(self.similarity, sample))
 
     def __len__(self) -> int:
         return self._stored.count
@@ -129,32 +128,11 @@ class AssociativeMemory(Associator):
         """The patterns in the shape in which they were given; of a sharded memory, the part of this rank."""
         return self._stored.shaped(self._stored.patterns)
 
-    @patterns.setter
-    def patterns(self, patterns: Any) -> None:
-        rows, shape = as_patterns(patterns)
-        stored = self._unsharded("patterns")
-        bare = stored.labels is None and stored.ids is None
-        if shape != stored.shape or not (bare or len(rows) == len(stored.patterns)):
-            expected = (len(stored.patterns), *stored.shape)
-            raise AHopError(f"patterns must be {expected}, as those stored, got {describe(rows)}: use add and remove")
-        unknown, largest = storage.read_values("patterns", rows)
-        if unknown:
-            self._scorer().check_missing("patterns")
-        self.calibration = torch.zeros_like(self.calibration)
-        self._stored = replace(stored, patterns=rows, unknown=unknown, largest=largest)
-
     @property
     def labels(self) -> Any:
         """The class of each pattern ``(N,)``, a list if they are strings; None if there are none."""
         stored = self._stored
         return None if stored.labels is None else stored.named(stored.labels)
-
-    @labels.setter
-    def labels(self, labels: Any) -> None:
-        stored = self._unsharded("labels")
-        codes, names = as_labels(labels, stored.count, stored.patterns.device)
-        self.calibration = torch.zeros_like(self.calibration)
-        self._stored = replace(stored, labels=codes, names=names, classes=None)
 
     @property
     def ids(self) -> list[str | int] | None:
@@ -180,8 +158,8 @@ class AssociativeMemory(Associator):
         Here and in the other methods, queries may have the shape of the patterns, such as ``(..., H, W)``, and are
         converted to their dtype. NumPy arrays are accepted, and the result is then a NumPy array. NaN in a query or a
         pattern is an unknown value, and a pair is scored by the values that both know: see
-        :func:`~ahop_layers.adaptive_similarity`. Without any, the score is -inf. Values whose squares would overflow
-        or underflow are scored in float32 or float64, which is then the dtype of the scores.
+        :func:`~ahop_layers.adaptive_similarity`. Without any, the score is -inf. Values of float16 whose squares
+        would overflow or underflow are scored in float32, which is then the dtype of the scores.
 
         >>> AssociativeMemory(torch.eye(3), "dot").scores(torch.tensor([1.0, 2.0, 3.0]))
         tensor([1., 2., 3.])
@@ -299,7 +277,7 @@ class AssociativeMemory(Associator):
 
     def _calibration(self) -> Calibration | None:
         """Returns the calibration of the last fit."""
-        if torch.compiler.is_compiling() or self.calibration.is_meta:
+        if torch.compiler.is_compiling():
             return None
         factor, *weights = self.calibration.tolist()
         return Calibration(factor, (weights[0], weights[1], weights[2])) if factor else None
@@ -356,7 +334,7 @@ class AssociativeMemory(Associator):
 
     # Learning.
 
-    def fit(self, damage: Any = None, by: str | None = None, *, seed: int = 0, progress: bool = True) -> FitReport:
+    def fit(self, damage: Any = None, by: str | None = None, *, seed: int = 0) -> FitReport:
         """Learns the similarity from damaged queries.
 
         With ``similarity="auto"``, and with any :class:`~ahop_layers.AdaptiveSimilarity` without heads, the score is
@@ -376,7 +354,6 @@ class AssociativeMemory(Associator):
                 ``(label (n,), query (n, d))``. A query that was made of a stored pattern is scored without that
                 pattern, unless it is the only one of its class. None means by label if the memory has labels.
             seed: seed of all random numbers.
-            progress: show a progress bar on a terminal, if tqdm is installed.
 
         Returns:
             A report that prints as a table: the accuracy of simple scores and of the learned one on held-out queries.
@@ -390,21 +367,20 @@ class AssociativeMemory(Associator):
         True
         """
         stored = self._unsharded("fit")
-        check_values("patterns", stored.patterns)
         check_seed(seed=seed)
         by = ("pattern" if stored.labels is None else "label") if by is None else by
         check_choice("by", by, ("pattern", "label"))
         with self._writing, torch.inference_mode(False), torch.no_grad(), unchanged_on_error(self):
-            found = fit(self._scorer(), damage, by == "label", int(seed), progress)
+            temperature, calibrated, report = fit(self._scorer(), damage, by == "label", int(seed))
             if self._fits_beta:
-                self.beta.fill_(1 / found.temperature)
+                self.beta.fill_(1 / temperature)
             self.calibration = torch.zeros_like(self.calibration)
-            if found.calibration is not None:
-                calibration, foreign = found.calibration
+            if calibrated is not None:
+                calibration, foreign = calibrated
                 shares = torch.linspace(0, 1, CALIBRATED, dtype=foreign.dtype, device=foreign.device)
                 self.foreign = foreign.quantile(shares).to(self.foreign)
                 self.calibration = self.calibration.new_tensor([calibration.factor, *calibration.weights])
-        return found.report
+        return report
 
     def _scorer(self) -> Scorer:
         """Returns what scores queries against what is stored now."""
@@ -545,7 +521,7 @@ class AssociativeMemory(Associator):
         given = {name: state_dict.pop(prefix + name, None) for name in storage.STORED}
         for name in ("calibration", "foreign"):  # need not be there
             state_dict.setdefault(prefix + name, torch.zeros_like(getattr(self, name)))
-        if isinstance(beta, Tensor) and not beta.is_meta and not bool((beta > 0).all()):
+        if isinstance(beta, Tensor) and not bool((beta > 0).all()):
             raise AHopError(f"{prefix}beta must be a positive number, got {beta.tolist()!r}")
         if given["patterns"] is not None:
             before = self._unsharded("load_state_dict")
@@ -571,26 +547,25 @@ class AssociativeMemory(Associator):
         """
         with self._writing:
             tensors = {**self.state_dict(), **self._unsharded("save").tensors()}
-        header = describe_parts(self) | {"version": storage.VERSION, "fits_beta": self._fits_beta}
-        header["frozen"] = [name for name, each in self.named_parameters() if not each.requires_grad]
-        files.write(files.as_path(path), storage.KEY, tensors, header)
+        header = describe_parts(self) | {"version": storage.FILE_VERSION, "fits_beta": self._fits_beta}
+        files.write(files.as_path(path), storage.FILE_KEY, tensors, header)
 
     @classmethod
     def load(cls, path: str | Path, check: bool = True) -> "AssociativeMemory":
         """Loads a memory that :meth:`save` saved. The patterns are memory-mapped: call ``.to(device)`` to move them.
 
-        ``check`` is that of :class:`AssociativeMemory`.
+        ``check`` is the argument of :class:`AssociativeMemory`.
         """
         path = files.as_path(path)
         tensors, header = storage.read(path)
         try:
-            memory = cls(**storage.stored_from(tensors), **make_parts(header, tensors), check=check)
+            labels, ids = storage.labels_and_ids(tensors)
+            parts = make_parts(header, tensors)
+            memory = cls(tensors["patterns"], labels=labels, ids=ids, **parts, check=check)
             rest = {name: tensor for name, tensor in tensors.items() if name not in storage.STORED}
             keys = memory.load_state_dict(rest, strict=False)
             if keys.missing_keys != ["patterns"] or keys.unexpected_keys:  # which the memory has already
                 raise AHopError(f"expected other tensors, got {keys}")
-            for name in header["frozen"]:
-                memory.get_parameter(name).requires_grad_(False)
             memory._fits_beta = bool(header["fits_beta"])
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             message = f"path must be a file that AssociativeMemory.save wrote, got {str(path)!r}: {error}"

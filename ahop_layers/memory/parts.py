@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.errors import AHopError, check_choice, describe
+from ahop_layers.errors import AHopError, check_choice
 from ahop_layers.memory.images import ImageSimilarity
 from ahop_layers.memory.learn.auto import AutoSimilarity
 from ahop_layers.ops.reference import accumulation_dtype
@@ -34,10 +34,7 @@ def describe_parts(memory: Any) -> dict[str, Any]:
     separation = memory.separation
     alpha = getattr(separation, "alpha_logit", None)
     plain = type(separation) is Separation and (alpha is None or alpha.ndim == 0)
-    described = {
-        "similarity": _described(memory.similarity),
-        "separation": separation.name if plain else None,
-    }
+    described = {"similarity": _described(memory.similarity), "separation": separation.name if plain else None}
     for name, value in described.items():
         part = getattr(memory, name)
         if value is None:
@@ -71,8 +68,6 @@ def _described(similarity: Any) -> Any:
 def _make_similarity(dim: int, name: str, options: dict[str, Any]) -> nn.Module:
     """Makes a similarity from its class and options."""
     if name == "ImageSimilarity":
-        if options["height"] * options["width"] * options["channels"] != dim:
-            raise AHopError(f"images must have the {dim} values of a pattern, got {options}")
         return ImageSimilarity(**options)
     init, (assignment, normalize) = options["init"], options["blocks"]
     given = {
@@ -86,22 +81,10 @@ def _make_similarity(dim: int, name: str, options: dict[str, Any]) -> nn.Module:
 
 
 def make_parts(described: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Makes the similarity and the separation of a memory, for the ``tensors`` of its state dict.
-
-    A similarity that has other sizes than the tensors is refused before it is allocated.
-    """
-    given = described["similarity"]
-    parts = {"similarity": given, "separation": Separation(described["separation"])}
-    if isinstance(given, str):
-        return parts
-    dim = tensors["patterns"][0].numel()
-    with torch.device("meta"):
-        sizes = _make_similarity(dim, *given).state_dict()
-    for key, tensor in sizes.items():
-        found = tensors.get(f"similarity.{key}")
-        if found is None or found.shape != tensor.shape:
-            got = "none" if found is None else describe(found)
-            raise AHopError(f"similarity.{key} must be {describe(tensor)}, as the header says, got {got}")
-    dtypes = (tensors[f"similarity.{key}"].dtype for key in sizes)
-    dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
-    return parts | {"similarity": _make_similarity(dim, *given).to(dtype=dtype)}
+    """Makes the similarity and the separation of a memory, in the dtype of the ``tensors`` of its state dict."""
+    similarity = described["similarity"]
+    if not isinstance(similarity, str):
+        own = (tensor.dtype for key, tensor in tensors.items() if key.startswith("similarity."))
+        dtype = next(dtype for dtype in own if dtype.is_floating_point)
+        similarity = _make_similarity(tensors["patterns"][0].numel(), *similarity).to(dtype=dtype)
+    return {"similarity": similarity, "separation": Separation(described["separation"])}

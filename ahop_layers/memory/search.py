@@ -14,19 +14,13 @@ from ahop_layers.memory.storage import Stored, read_values
 from ahop_layers.memory.variants import known_range
 from ahop_layers.ops.operators import check_differentiable
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity import protocol
+from ahop_layers.similarity.protocol import Similarity
 
-QUERIES_AT_ONCE = 256
-"""Number of queries that are scored at once where the scores of a chunk of patterns are not kept."""
-
-CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS = 2**21, 2**26
-"""Number of elements of the patterns that are scored at once, to bound the memory that a similarity needs."""
-
-CHUNK_SCORES = 2**23
-"""Number of scores that are stored at once where the scores of all patterns are needed."""
-
-PREPARED_ELEMENTS = 2**28
-"""Maximum number of elements of copies of the patterns that a similarity prepares: 1 GiB in float32."""
+QUERIES_AT_ONCE = 256  # number of queries that are scored at once where the scores of a chunk are not kept
+CHUNK_ELEMENTS = 2**21  # number of elements of the patterns that are scored at once, to bound memory
+GPU_CHUNK_ELEMENTS = 2**26  # the same on a GPU, where each call has a fixed cost
+CHUNK_SCORES = 2**23  # number of scores that are stored at once where the scores of all patterns are needed
+PREPARED_ELEMENTS = 2**28  # most elements of the patterns that a similarity prepares: 1 GiB in float32
 
 
 class Queries(NamedTuple):
@@ -45,7 +39,7 @@ class Scorer(NamedTuple):
     """Scores queries against what a memory stored at one moment."""
 
     stored: Stored
-    similarity: protocol.Similarity
+    similarity: Similarity
 
     def queries(self, x: Any, call: str) -> Queries:
         """Returns queries ``(..., d)``, or in the shape of the patterns, as a matrix, for the method ``call``."""
@@ -89,7 +83,7 @@ class Scorer(NamedTuple):
 
     def within_reach(self, rows: Tensor) -> Tensor:
         """Clamps ``rows (L, d)`` as :meth:`clamped` where a learned score does not saturate."""
-        return self.clamped(rows) if protocol.is_unbounded(self.similarity) else rows
+        return self.clamped(rows) if getattr(self.similarity, "is_unbounded", False) else rows
 
     def clamped(self, rows: Tensor) -> Tensor:
         """Clamps values that are farther from the stored ones than these are from each other.
@@ -100,14 +94,12 @@ class Scorer(NamedTuple):
         return rows.clamp(low.to(rows.dtype), high.to(rows.dtype))
 
     def _reach(self) -> tuple[Tensor, Tensor]:
-        """Returns how far a value may be from those of the patterns: its limits, ``(d,)`` each."""
+        """Returns how far a value may be from the stored ones: its limits, ``(d,)`` each."""
         patterns, wide = self.stored.patterns, accumulation_dtype(self.stored.dtype)
-        found = known_range(patterns) if patterns.is_floating_point() else patterns.aminmax(dim=0)
-        low, high = (each.to(wide) for each in found)
+        low, high = known_range(patterns) if patterns.is_floating_point() else patterns.aminmax(dim=0)
+        low, high = low.to(wide).nan_to_num(torch.inf), high.to(wide).nan_to_num(-torch.inf)
         if self.stored.shards is not None:
-            low, high = (self.stored.shards.gather(each) for each in (low, high))
-            low, high = low.nan_to_num(torch.inf).amin(0), high.nan_to_num(-torch.inf).amax(0)
-        low, high = low.nan_to_num(torch.inf), high.nan_to_num(-torch.inf)
+            low, high = self.stored.shards.gather(low).amin(0), self.stored.shards.gather(high).amax(0)
         span = high - low
         span = torch.where(span > 0, span, span.max().clamp(min=0))
         nothing = low > high
@@ -115,7 +107,7 @@ class Scorer(NamedTuple):
 
     def check_missing(self, name: str) -> None:
         """Raises if the similarity cannot score pairs with missing values."""
-        if not protocol.allows_missing(self.similarity):
+        if not getattr(self.similarity, "allows_missing", False):
             raise AHopError(f"{name} must not hold NaN for this similarity, got NaN: similarity='auto' allows it")
 
     def scores(self, rows: Tensor, missing: bool | None = None) -> Tensor:
@@ -130,7 +122,8 @@ class Scorer(NamedTuple):
         """
         stored = self.stored
         if missing is None:
-            missing = stored.unknown or has_nan(rows)
+            # A branch on queries would break a compiled graph.
+            missing = stored.unknown or (not torch.compiler.is_compiling() and bool(rows.isnan().any()))
             if missing:
                 self.check_missing("queries")
         size, copies = self._chunk_size(len(rows)), self._prepared()
@@ -167,26 +160,36 @@ class Scorer(NamedTuple):
 
         What a block adds is divided equally among its known dimensions. An unknown value adds 0.
         """
-        return protocol.explain(self.similarity, rows, self.stored.sample(index).to(rows.dtype))
+        explain = getattr(self.similarity, "explain", None)
+        if explain is None:
+            kind = type(self.similarity).__name__
+            raise AHopError(f"explain needs a fixed or an adaptive similarity, got {kind}")
+        found: Tensor = explain(rows, self.stored.sample(index).to(rows.dtype))
+        return found
 
     def _compare(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None) -> Tensor:
         """Scores ``query (..., L, d)`` against patterns ``key (..., S, d)``."""
-        scores = protocol.score(self.similarity, query, key.to(query.dtype), missing, prepared)
+        options: dict[str, Any] = {"missing": True} if missing else {}
+        if prepared is not None:
+            options["prepared"] = [each.to(query.dtype) for each in prepared]
+        scores = self.similarity(query, key.to(query.dtype), **options)
         patterns, in_units = self.stored.patterns, getattr(self.similarity, "units", None) is not None
         return scores.to(patterns.dtype) if in_units and patterns.is_floating_point() else scores  # without a scale
 
     def _prepared(self) -> Sequence[Tensor] | None:
         """Returns copies of the patterns as the similarity prepares them, if it needs any."""
-        stored, prepare = self.stored, getattr(self.similarity, "prepare", None)
-        sources = protocol.sources(self.similarity)
+        stored, similarity = self.stored, self.similarity
+        if not hasattr(similarity, "prepare") or not hasattr(similarity, "sources") or torch.compiler.is_compiling():
+            return None
+        sources = similarity.sources()
         elements = len(stored.patterns) * sum(source.shape[-1] for source in sources if source.ndim)
-        if prepare is None or not 0 < elements <= PREPARED_ELEMENTS or torch.compiler.is_compiling():
+        if not 0 < elements <= PREPARED_ELEMENTS:
             return None
         if stored.patterns.requires_grad or any(each.is_inference() for each in (stored.patterns, *sources)):
             return None  # no gradient; no version counter
 
         def copies() -> tuple[Any, Sequence[Tensor]]:
-            return sources, prepare(stored.chunk(0, len(stored.patterns)))
+            return sources, similarity.prepare(stored.chunk(0, len(stored.patterns)))
 
         found: Sequence[Tensor]
         versions = [(id(source), source._version) for source in sources]  # the ids stay in use
@@ -202,7 +205,7 @@ class Scorer(NamedTuple):
         """
         dim, queries = self.stored.dim, max(1, queries)
         size = max(1, min(CHUNK_ELEMENTS // dim, CHUNK_SCORES // min(queries, QUERIES_AT_ONCE)))
-        if not protocol.is_fused(self.similarity) or self.stored.patterns.device.type != "cuda":
+        if not getattr(self.similarity, "is_fused", False) or self.stored.patterns.device.type != "cuda":
             return size
         return max(size, min(GPU_CHUNK_ELEMENTS // dim, CHUNK_SCORES // queries))
 
@@ -210,8 +213,3 @@ class Scorer(NamedTuple):
 def _largest_value(dtype: torch.dtype, dim: int) -> float:
     """Returns the largest value for which the sum of ``dim`` squared differences does not overflow."""
     return math.sqrt(torch.finfo(dtype).max / (4 * dim))
-
-
-def has_nan(rows: Tensor) -> bool:
-    """Returns whether queries have unknown values. A branch on queries would break a compiled graph."""
-    return not torch.compiler.is_compiling() and not rows.is_meta and bool(rows.isnan().any())

@@ -20,11 +20,9 @@ from ahop_layers.memory.learn.auto import AutoSimilarity
 from ahop_layers.memory.shards import Shards
 from ahop_layers.ops.reference import accumulation_dtype
 
-STORED = ("patterns", "labels", "names", "ids")
-"""Names of the tensors of a state dict that belong to the patterns."""
-
-VERSION, KEY = 1, "ahop_layers.memory"
-"""Version and header of the files that :meth:`ahop_layers.AssociativeMemory.save` writes."""
+STORED = ("patterns", "labels", "names", "ids")  # tensors of a state dict that belong to the patterns
+FILE_KEY = "ahop_layers.memory"  # where the files of a memory have their header
+FILE_VERSION = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +31,7 @@ class Stored:
 
     Attributes:
         patterns: ``(n, d)``, floating-point or uint8; of a sharded memory, the part of this rank.
-        shape: the shape of a pattern as it was given, ``(d,)`` or that of an image.
+        shape: the shape of a pattern as it was given, ``(d,)`` or the shape of an image.
         unknown: whether a pattern holds NaN.
         largest: the largest absolute value of all patterns; 0 if it is not known.
         labels: the class of each pattern ``(N,)``, of all ranks.
@@ -102,19 +100,16 @@ class Stored:
         """Returns the class of each pattern ``index (...)``."""
         return self.given_classes().of_pattern[index]
 
-    def given_ids(self) -> Ids:
-        """Returns the ids, or raises if there are none."""
-        if self.ids is None:
-            raise AHopError("the memory must have ids, got none: use AssociativeMemory(patterns, ids=...)")
-        return self.ids
-
     def named(self, labels: Tensor) -> Any:
         """Returns labels ``(...)`` as they were given: integers as they are, or lists of names."""
         return labels if self.names is None else nested(labels.tolist(), self.names)
 
     def place_of(self) -> dict[str | int, int]:
         """Returns the index of each id; raises if there are no ids."""
-        places: dict[str | int, int] = self.keep("places", lambda: {id: at for at, id in enumerate(self.given_ids())})
+        ids = self.ids
+        if ids is None:
+            raise AHopError("the memory must have ids, got none: use AssociativeMemory(patterns, ids=...)")
+        places: dict[str | int, int] = self.keep("places", lambda: {id: at for at, id in enumerate(ids)})
         return places
 
     def places(self, ids: Any) -> Tensor:
@@ -218,8 +213,7 @@ class Stored:
             got = describe(patterns) if isinstance(patterns, Tensor) else type(patterns).__name__
             expected = ", ".join(map(str, self.shape))
             raise AHopError(f"{name} must be (N, {expected}) with N at least 1, got {got}")
-        if not assign:
-            check_values(name, patterns)
+        check_values(name, patterns)
         rows = as_tensor(name, patterns).flatten(1)
         if self.patterns.dtype == torch.uint8:
             rows = converted(rows, self.patterns, name)
@@ -229,16 +223,8 @@ class Stored:
             if (own is None) != (given[key] is None):
                 rule = "must not be in the state dict: the memory has none" if own is None else "must be given"
                 raise AHopError(f"{prefix}{key} {rule}, got {'some' if own is None else 'none'}")
-        names, ids = (None if given[key] is None else text_value(prefix + key, given[key]) for key in ("names", "ids"))
         rows = rows if assign else rows.to(self.patterns, copy=True)
-        stored = make_stored(rows, self.shape, given["labels"], ids, names=None, name=name)
-        if names is None:
-            return stored
-        if not isinstance(names, list) or len(set(map(str, names))) < len(names):
-            raise AHopError(f"{prefix}names must be a list of different names, got others")
-        if not 0 <= int(stored.given_classes().labels[0]) <= int(stored.given_classes().labels[-1]) < len(names):
-            raise AHopError(f"{prefix}labels must be indices of the {len(names)} names of classes, got others")
-        return replace(stored, names=tuple(map(str, names)))
+        return make_stored(rows, self.shape, *labels_and_ids(given, prefix), name=name)
 
 
 def make_stored(
@@ -253,7 +239,6 @@ def make_stored(
     """Checks ``patterns (N, d)``, which errors call ``name``, and what belongs to them; for names see as_labels."""
     codes = None
     if labels is not None:
-        check_values("patterns with labels", patterns)
         called = name.replace("patterns", "labels")
         codes, names = as_labels(labels, len(patterns), patterns.device, called, names=names)
     unknown, largest = read_values(name, patterns, check)
@@ -266,7 +251,7 @@ def read_values(name: str, patterns: Tensor, check: bool = True) -> tuple[bool, 
 
     Reads them once. Without ``check``, it reads evenly spaced patterns of at most 2**21 values or so.
     """
-    if patterns.is_meta or not patterns.is_floating_point() or not patterns.numel():
+    if not patterns.is_floating_point() or not patterns.numel():
         return False, 0.0
     rows = patterns if check else patterns[:: max(1, patterns.numel() // FINITE_BLOCK)]
     chunks = torch.split(rows, max(1, FINITE_BLOCK // rows.shape[1]))
@@ -278,28 +263,23 @@ def read_values(name: str, patterns: Tensor, check: bool = True) -> tuple[bool, 
 
 
 def scoring_dtype(dtype: torch.dtype, dim: int, largest: float) -> torch.dtype:
-    """Returns the first of ``dtype``, float32 and float64 that holds sums of squares of ``dim`` values up to largest.
+    """Returns the dtype in which patterns of ``dim`` values up to ``largest`` are scored: their own, uint8 in float32.
 
-    Sums may neither overflow nor underflow, so that the scale of patterns does not matter. Patterns of an ordinary
-    scale are scored in their own dtype, and uint8 in float32. Raises if even float64 does not hold the sums.
+    It is float32 if sums of their squares overflow or underflow in float16.
     """
     if not dtype.is_floating_point:
         return torch.float32
-    if largest > torch.finfo(dtype).max:
+    limits = torch.finfo(dtype)
+    if largest > limits.max:
         raise AHopError(f"patterns must be within the range of {dtype}, got values up to {largest:.3g}")
-    square = 2 * dim * largest * largest
-    for each in (dtype, accumulation_dtype(dtype), torch.float64):
-        limits = torch.finfo(each)
-        smallest = limits.tiny if each == torch.float16 else limits.tiny / limits.eps  # float16 is summed in float32
-        if not largest or smallest <= square <= limits.max:
-            return each
-    rule = "patterns must have squares within the range of float64"
-    raise AHopError(f"{rule}, got values up to {largest:.3g}: multiply them by a constant")
+    fits = not largest or limits.tiny <= 2 * dim * largest * largest <= limits.max
+    return dtype if fits else accumulation_dtype(dtype)
 
 
 def as_patterns(patterns: Any) -> tuple[Tensor, tuple[int, ...]]:
     """Returns patterns ``(N, d)``, and the shape of one as it was given: three or four axes mean images."""
     given = as_tensor("patterns", patterns).detach()
+    check_values("patterns", given)
     if not 2 <= given.ndim <= 4 or 0 in given.shape:
         rule = "patterns must be (N, d), or images (N, H, W) or (N, C, H, W), with N and d at least 1"
         raise AHopError(f"{rule}, got {describe(given)}: flatten other patterns")
@@ -313,8 +293,6 @@ def nested(places: Any, names: Sequence[Any]) -> Any:
 
 def converted(rows: Tensor, stored: Tensor, name: str = "patterns") -> Tensor:
     """Returns new patterns in the dtype and on the device of those stored; raises if a value does not fit."""
-    check_values(name, rows)
-    check_values("stored patterns", stored)
     if stored.is_floating_point() or rows.dtype == stored.dtype:
         return rows.to(stored)
     whole = rows.round().clamp(0, 255).to(stored.dtype)
@@ -353,24 +331,28 @@ def unchanged_on_error(module: Any) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
-        for part in module.modules():
-            if isinstance(part, AutoSimilarity):
-                part.refresh()
+        if isinstance(module.similarity, AutoSimilarity):
+            module.similarity.refresh()
         raise
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the tensors and the header of the file of a memory."""
-    tensors, header = files.read(path, KEY, "AssociativeMemory.save")
-    if header.get("version") != VERSION:
-        raise AHopError(f"the file must have the version {VERSION} of this ahop-layers, got {header.get('version')!r}")
+    tensors, header = files.read(path, FILE_KEY, "AssociativeMemory.save")
+    version = header.get("version")
+    if version != FILE_VERSION:
+        raise AHopError(f"the file must have the version {FILE_VERSION} of this ahop-layers, got {version!r}")
     return tensors, header
 
 
-def stored_from(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns patterns, labels and ids of a file as arguments of a memory."""
+def labels_and_ids(tensors: Mapping[str, Any], prefix: str = "") -> tuple[Any, Any]:
+    """Returns labels and ids of a state dict as arguments of a memory."""
+    texts = ((key, tensors.get(key)) for key in ("names", "ids"))
+    names, ids = (None if text is None else text_value(prefix + key, text) for key, text in texts)
     labels: Any = tensors.get("labels")
-    names, ids = (text_value(key, tensors[key]) if key in tensors else None for key in ("names", "ids"))
     if labels is not None and names is not None:
-        labels = [names[place] for place in labels.tolist()]
-    return {"patterns": tensors["patterns"], "labels": labels, "ids": ids}
+        try:
+            labels = [names[place] for place in labels.tolist()]
+        except (AttributeError, IndexError, KeyError, TypeError):
+            raise AHopError(f"{prefix}labels must be indices of the names of classes, got others") from None
+    return labels, ids

@@ -34,8 +34,9 @@ __all__ = ["Composed", "Covered", "Custom", "Missing", "Mixed", "Noisy", "Replac
 
 # A number, or a range ``(low, high)`` from which each query draws its own number uniformly.
 Level = float | tuple[float, float]
-SQUARE, COVERS = 4, 512  # side of the squares, and number of the images, that :class:`Covered` covers images with
-RANGE_BLOCK = 2**21  # number of values of the patterns that are read at once to find their range
+COVER_SQUARE = 4  # side in pixels of the squares with which :class:`Covered` covers images
+COVER_IMAGES = 512  # number of the patterns with which it covers others
+RANGE_ELEMENTS = 2**21  # number of values of the patterns that are read at once to find their range
 
 
 class Variant(ABC):
@@ -253,8 +254,8 @@ class Noisy(_Drawn):
 class Replaced(_Drawn):
     """Replaces a share of the dimensions by values drawn uniformly between ``low`` and ``high``.
 
-    Without these, the range of each dimension is that of the known values of the patterns; a call without
-    :meth:`bind` takes that of its rows.
+    Without these, the range of each dimension is the range of the known values of the patterns; a call without
+    :meth:`bind` takes the range of its rows.
 
     >>> (Replaced(0.5, low=0.0, high=1.0)(torch.full((2, 8), 3.0)) == 3).sum(-1)
     tensor([4, 4])
@@ -348,7 +349,7 @@ class Covered(_Drawn):
     def bind(self, patterns: Tensor) -> Variant:
         """Takes values, and the images that cover others, from the patterns."""
         rows = patterns.flatten(0, -2)
-        return replace(self, others=rows[:: max(1, len(rows) // COVERS)])
+        return replace(self, others=rows[:: max(1, len(rows) // COVER_IMAGES)])
 
     def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
         dim = self.channels * self.height * self.width
@@ -362,9 +363,9 @@ class Covered(_Drawn):
         rows, columns = draw.interval(tall, self.height), draw.interval(share / tall, self.width)
         inside = (rows[..., :, None] & columns[..., None, :]).flatten(-2)
         inside = torch.cat([inside] * self.channels, -1)
-        cells = [-(-size // SQUARE) for size in (self.height, self.width)]
+        cells = [-(-size // COVER_SQUARE) for size in (self.height, self.width)]
         squares = torch.unflatten(draw.uniform(self.channels * math.prod(cells)), -1, (self.channels, *cells))
-        squares = squares.repeat_interleave(SQUARE, -2).repeat_interleave(SQUARE, -1)
+        squares = squares.repeat_interleave(COVER_SQUARE, -2).repeat_interleave(COVER_SQUARE, -1)
         squares = squares[..., : self.height, : self.width].flatten(-3)
         kind, known = draw.uniform(1, high=3.0), others[~others.isnan()]
         low, high = (known.amin(), known.amax()) if len(known) else (0.0, 0.0)
@@ -378,10 +379,10 @@ def known_range(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the smallest and the largest known value of each column, NaN for a column without any: ``(d,)`` each."""
     low = torch.full_like(rows[0], math.inf)
     high = -low
-    for block in torch.split(rows, max(1, RANGE_BLOCK // rows.shape[1])):  # bounds memory
-        unknown = block.isnan()
-        low = low.minimum(block.masked_fill(unknown, math.inf).amin(0))
-        high = high.maximum(block.masked_fill(unknown, -math.inf).amax(0))
+    for chunk in torch.split(rows, max(1, RANGE_ELEMENTS // rows.shape[1])):  # bounds memory
+        unknown = chunk.isnan()
+        low = low.minimum(chunk.masked_fill(unknown, math.inf).amin(0))
+        high = high.maximum(chunk.masked_fill(unknown, -math.inf).amax(0))
     return torch.where(low > high, torch.nan, low), torch.where(low > high, torch.nan, high)
 
 

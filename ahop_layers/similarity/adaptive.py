@@ -19,15 +19,7 @@ from ahop_layers.errors import (
 )
 from ahop_layers.ops.operators import adaptive_similarity
 from ahop_layers.ops.reference import BASES, block_sums, check_bases, fold, known_blocks, pair_values, stretched, unfold
-from ahop_layers.similarity.blocks import (
-    Blocks,
-    BlocksArgument,
-    arrange,
-    as_blocks,
-    normalize,
-    restore,
-    stored_norm,
-)
+from ahop_layers.similarity.blocks import Blocks, BlocksArgument, arrange, as_blocks, normalize, restore, stored_norm
 from ahop_layers.similarity.widths import differences, quantiles
 
 INITS = ("dot", "dis", "l1", "uniform")  # built-in values of ``init``; the name of a registered base is one as well
@@ -240,22 +232,15 @@ class AdaptiveSimilarity(nn.Module):
                 dimension has the score -inf.
             prepared: what :meth:`prepare` returned for the keys; None prepares them.
         """
-        scores = self._score(*self._compared(query, key), missing, prepared)
+        scores = self._score(*self.compared(query, key, missing, prepared), missing)
         if missing and self.norm is not None:
             common = (~query.isnan()).to(scores.dtype) @ (~key.isnan()).to(scores.dtype).mT
             scores = scores.masked_fill(common == 0, -torch.inf)
         return scores
 
-    def _compared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Checks query and key, subtracts the bias, and divides by the units."""
-        self._check_rows(query, key)
-        query = self.unbiased(query)
-        if self.units is None:
-            return query, key
-        return (query / self.units).to(query.dtype), (key / self.units).to(key.dtype)
-
-    def is_single(self) -> bool:
-        """Returns whether :attr:`w`, :attr:`beta` and :meth:`compared` are all that a score needs.
+    @property
+    def is_attended(self) -> bool:
+        """Whether :attr:`w`, :attr:`beta` and :meth:`compared` are all that a score needs.
 
         That is so for built-in bases without widths, whose blocks are then consecutive.
         """
@@ -263,28 +248,32 @@ class AdaptiveSimilarity(nn.Module):
         own = all(getattr(type(self), name) is getattr(AdaptiveSimilarity, name) for name in ("forward", "_score"))
         return own and built_in
 
+    @property
     def is_fused(self) -> bool:
-        """Returns whether scores need little memory beyond query and key."""
-        return self.is_single()
+        """Whether scores need little memory beyond query and key."""
+        return self.is_attended
 
+    @property
     def is_solvable(self) -> bool:
-        """Returns whether the score is linear in weights that can be solved for."""
+        """Whether the score is linear in weights that can be solved for."""
         return self.num_heads is None and type(self).forward is AdaptiveSimilarity.forward
 
-    def _score(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None) -> Tensor:
-        """Computes the scores of a query without bias."""
-        weight = self.footprint_weight()
-        query, key, numbers = self._arranged(query, key, missing, prepared)
-        missing = missing and self.norm is None
+    def _score(self, query: Tensor, key: Tensor, numbers: Tensor | None, missing: bool) -> Tensor:
+        """Computes the scores of rows that :meth:`compared` returned."""
+        weight, missing = self.footprint_weight(), missing and self.norm is None
         return adaptive_similarity(query, key, weight, self.names, numbers, widths=self.widths, missing=missing)
 
-    def _arranged(
+    def compared(
         self, query: Tensor, key: Tensor, missing: bool = False, prepared: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Normalizes query and key if asked to, and arranges them as consecutive blocks of equal width.
+        """Returns rows as a score compares them: without bias, in units, and normalized, in consecutive blocks.
 
-        The third result is None, or the block of each dimension if the rows are not arranged.
+        The third result is None, or the block of each dimension if blocks are not consecutive.
         """
+        self._check_rows(query, key)
+        query = self.unbiased(query)
+        if self.units is not None:
+            query, key = (query / self.units).to(query.dtype), (key / self.units).to(key.dtype)
         gather, norm = self._gather, self.norm
         padded = None if gather is None or len(gather) == self.dim else gather
         if missing and norm is None and padded is not None:
@@ -312,20 +301,15 @@ class AdaptiveSimilarity(nn.Module):
         """
         if base not in self.bases:
             raise AHopError(f"base must be one of {', '.join(map(str, self.bases))}, got {base!r}")
-        query, key = self._compared(query, key)
         at, n = self.bases.index(base), self.blocks.count(self.dim)
         width = None if self.widths is None else self.widths[at]
         missing = bool(query.isnan().any() or key.isnan().any())
-        query, key, numbers = self._arranged(query, key, missing)
+        query, key, numbers = self.compared(query, key, missing)
         if not missing or self.norm is not None:
             return block_sums(pair_values(query, key, self.names[at], width), n, numbers)
         widths = None if width is None else width[None]
         (values,), known = known_blocks(query, key, (self.names[at],), n, numbers, widths)
         return values.masked_fill(~known, torch.nan)
-
-    def compared(self, query: Tensor, key: Tensor, missing: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns rows as a score compares them, and the block of each dimension, None where blocks are consecutive."""
-        return self._arranged(*self._compared(query, key), missing)
 
     def _check_rows(self, query: Tensor, key: Tensor) -> None:
         check_pair(query, key)
@@ -392,7 +376,7 @@ class AdaptiveSimilarity(nn.Module):
 
     def unbiased(self, query: Tensor) -> Tensor:
         """Subtracts the learned bias, if any, from ``query (..., [H,] L, d)``."""
-        return without_bias(query, self.bias)
+        return query if self.bias is None else query - self.bias.unsqueeze(-2).to(query.dtype)
 
     def extra_repr(self) -> str:
         """Constructor arguments, for ``repr``."""
@@ -437,8 +421,3 @@ def check_state(module: nn.Module, state: Mapping[str, Any], prefix: str = "") -
             raise AHopError(f"{prefix}{name} must have a floating-point dtype, got {given.dtype}")
         if not given.isfinite().all():
             raise AHopError(f"{prefix}{name} must be finite, got NaN or infinity")
-
-
-def without_bias(query: Tensor, bias: Tensor | None) -> Tensor:
-    """Subtracts ``bias ([H,] d)``, if any, from ``query (..., [H,] L, d)``."""
-    return query if bias is None else query - bias.unsqueeze(-2).to(query.dtype)

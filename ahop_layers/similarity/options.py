@@ -83,7 +83,7 @@ class SimilarityOptions:
         return Separation("softmax" if self.separation is None else self.separation, num_heads)
 
     def make_similarity(self, dim: int | None, num_heads: int | None) -> nn.Module:
-        """Returns the similarity of a layer; ``dim`` is that of a head, or None to infer it from the first query."""
+        """Returns the similarity of a layer; ``dim`` of a head is None to infer it from the first query."""
         if self.similarity is None:
             bases = ("dis", "dot") if self.bases is None else self.bases
             init = "dot" if self.init is None else self.init

@@ -1,4 +1,4 @@
-"""Scales of stored patterns: widths of saturating bases, units of dimensions, and the scale of all values."""
+"""Scales of stored patterns: widths of saturating bases, and units of dimensions."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ def differences(patterns: Tensor) -> Tensor:
 
 @torch.no_grad()
 def quantiles(values: Tensor, shares: Sequence[float]) -> list[float]:
-    """Returns quantiles of those ``values`` that are larger than 0, or 1 for each if there are none.
+    """Returns quantiles of the ``values`` larger than 0, or 1 for each if there are none.
 
     They are interpolated linearly between distinct values, from 0 on: of discrete data, small quantiles are below the
     smallest difference.
@@ -51,15 +51,3 @@ def units(values: Tensor) -> Tensor:
     scale = torch.where(median > 0, median, mean)
     varies = scale > 0
     return torch.where(varies, scale, scale[varies].median() if varies.any() else 1.0)
-
-
-@torch.no_grad()
-def scale_of(patterns: Tensor) -> float:
-    """The half width of a uniform distribution with the variance of the patterns: 1 for patterns uniform in [-1, 1].
-
-    It estimates the variance about the mean of each dimension from at most 2**21 values. It is 1 for equal patterns.
-    """
-    rows = patterns[:: max(1, patterns.numel() // 2**21)]
-    values = rows.to(accumulation_dtype(rows.dtype))
-    scale = (3 * (values - values.nanmean(0)).square().nanmean()).sqrt().item()
-    return scale if scale > 0 else 1.0

@@ -13,19 +13,12 @@ from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
 from ahop_layers.similarity.protocol import Solvable
 
 BASES: tuple[BaseArgument, ...] = ("l1", *(("near", q) for q in (0.02, 0.05, 0.1, 0.2, 0.5)))
-"""Bases of the default similarity: L1, and saturating ones of several widths."""
-
-OPTIONAL: tuple[BaseArgument, ...] = ("dot",)
-"""Bases that a fit adds if they pay: they need a sort of their own."""
-
-ALONE = ("dis",)
-"""Further bases, which a fit uses alone if they are best."""
-
-SAMPLE_QUERIES, SAMPLE_KEYS, SAMPLE_ELEMENTS = 32, 256, 2**22
-"""Bounds of the sample of patterns that determines the temperature before a fit."""
-
-MARGIN = 10.0
-"""By how much the logit of a stored pattern exceeds those of the others together, if it is asked for itself."""
+OPTIONAL: tuple[BaseArgument, ...] = ("dot",)  # bases that a fit adds if they pay: they need a sort of their own
+ALONE = ("dis",)  # further bases, which a fit uses alone if they are best
+SAMPLE_QUERIES = 32  # number of patterns that are asked for, to find the temperature before a fit
+SAMPLE_KEYS = 256  # number of patterns that they are compared with
+SAMPLE_ELEMENTS = 2**22  # most values that are compared, unless 8 queries need more
+LOGIT_MARGIN = 10.0  # by how much the logit of a stored pattern, asked for itself, exceeds all others together
 
 
 class AutoSimilarity(AdaptiveSimilarity):
@@ -43,13 +36,13 @@ class AutoSimilarity(AdaptiveSimilarity):
     AutoSimilarity(16, bases=near 0.02, near 0.05, near 0.1, near 0.2, near 0.5)
     """
 
+    widths: Tensor
     _used: Sequence[int] = ()
 
     def __init__(self, patterns: Tensor) -> None:
         options: Any = {"device": patterns.device, "dtype": accumulation_dtype(patterns.dtype)}
         super().__init__(patterns.shape[1], None, (*BASES, *OPTIONAL, *ALONE), "uniform", **options)
-        if not patterns.is_meta:
-            self.fix_scales_(patterns)
+        self.fix_scales_(patterns)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -61,12 +54,14 @@ class AutoSimilarity(AdaptiveSimilarity):
         self.w[near, -1] = 1 / len(near)
         self.refresh()
 
+    @property
     def is_unbounded(self) -> bool:
-        """Returns whether a base does not saturate, so that a value far from all patterns can decide a score."""
+        """Whether a base does not saturate, so that a value far from all patterns can decide a score."""
         return any(self.names[row] != "near" for row in self._used)
 
+    @property
     def is_fused(self) -> bool:
-        """Returns True: the operator takes the widths of all bases."""
+        """True: the operator takes the widths of all bases."""
         return True
 
     def refresh(self) -> None:
@@ -78,8 +73,7 @@ class AutoSimilarity(AdaptiveSimilarity):
         >>> similarity
         AutoSimilarity(4, bases=l1, near 0.02, near 0.05, near 0.1, near 0.2, near 0.5, dot, dis)
         """
-        weight = self.w.detach()
-        self._used = [] if weight.is_meta else weight.any(-1).nonzero().flatten().tolist()
+        self._used = self.w.detach().any(-1).nonzero().flatten().tolist()
 
     @torch.no_grad()
     def set_(
@@ -98,15 +92,13 @@ class AutoSimilarity(AdaptiveSimilarity):
         for base, width, folded in zip(bases, widths, weights, strict=True):
             row = self.bases.index(base)
             self.w[row] = unfold(folded)
-            if self.widths is not None:
-                self.widths[row] = width
+            self.widths[row] = width
         self.refresh()
 
-    def _score(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None) -> Tensor:
+    def _score(self, query: Tensor, key: Tensor, numbers: Tensor | None, missing: bool) -> Tensor:
         used = self._used or list(range(len(self.names)))
-        names = [self.names[row] for row in used]
-        widths = None if self.widths is None else self.widths[used]
-        return adaptive_similarity(query, key, self.footprint_weight()[used], names, widths=widths, missing=missing)
+        weight, names, widths = self.footprint_weight()[used], [self.names[row] for row in used], self.widths[used]
+        return adaptive_similarity(query, key, weight, names, widths=widths, missing=missing)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
@@ -114,13 +106,13 @@ class AutoSimilarity(AdaptiveSimilarity):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """Moves or converts the similarity; its weights and widths stay in at least float32."""
-        before = self.w.detach(), self.widths, self.units
+        w, widths, units = self.w.detach(), self.widths, self.units
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         wide = accumulation_dtype(self.w.dtype)
         if self.w.dtype != wide:
             place: Any = {"device": self.w.device, "dtype": wide}
-            self.w, self.beta = (nn.Parameter(each.to(**place)) for each in (before[0], self.beta.detach()))
-            self.widths, self.units = (None if each is None else each.to(**place) for each in before[1:])
+            self.w, self.beta = (nn.Parameter(each.to(**place)) for each in (w, self.beta.detach()))
+            self.widths, self.units = widths.to(**place), None if units is None else units.to(**place)
         return self
 
     def extra_repr(self) -> str:
@@ -133,7 +125,7 @@ class AutoSimilarity(AdaptiveSimilarity):
 def first_inverse_temperature(similarity: Solvable, patterns: Tensor) -> float:
     """Returns the inverse temperature with which a stored pattern retrieves itself, 1 if no two patterns differ."""
     size = min(SAMPLE_KEYS, len(patterns))
-    if patterns.is_meta or size < 2:
+    if size < 2:
         return 1.0
     keys = patterns[torch.arange(size, device=patterns.device) * len(patterns) // size]
     queries = keys[: max(8, min(SAMPLE_QUERIES, SAMPLE_ELEMENTS // keys.numel()))]
@@ -141,4 +133,4 @@ def first_inverse_temperature(similarity: Solvable, patterns: Tensor) -> float:
     own = scores.diagonal()[:, None].clone()
     gap = (own - scores.fill_diagonal_(-torch.inf)).amin(-1)
     gap = gap[(gap > 0) & gap.isfinite()]
-    return (MARGIN + math.log(len(patterns))) / gap.median().item() if len(gap) else 1.0
+    return (LOGIT_MARGIN + math.log(len(patterns))) / gap.median().item() if len(gap) else 1.0

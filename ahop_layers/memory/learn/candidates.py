@@ -12,19 +12,17 @@ from ahop_layers.memory.learn.ranks import rows_at_once
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.similarity.widths import differences, quantiles
 
-CANDIDATES, RIGHT, RANDOM = 128, 8, 4
-"""Number of candidates of a query. At most one in RIGHT is right, and one in RANDOM of the others is random."""
-
-MINED, MOST_MINED = 2**21, 2**12
-"""Numbers of elements, and of patterns, out of which candidates are taken, to bound the time for large memories."""
-
-HARD = (0.05, 0.2, 0.5)
-"""Quantiles of saturating bases whose sums, beside L1 and the dot product, find the hardest wrong patterns."""
+CANDIDATES = 128  # number of candidates of a query
+RIGHT_ONES = 8  # at most one in so many candidates is right
+RANDOM_ONES = 4  # one in so many wrong candidates is random
+MINED_ELEMENTS = 2**21  # number of elements of the patterns out of which candidates are taken
+MINED_PATTERNS = 2**12  # most patterns out of which candidates are taken
+HARD_QUANTILES = (0.05, 0.2, 0.5)  # widths of saturating bases that find the hardest wrong patterns
 
 
 def some_patterns(count: int, dim: int, generator: torch.Generator) -> Tensor:
     """Returns the indices of random patterns, out of ``count``, from which candidates are taken."""
-    size = max(CANDIDATES, min(MOST_MINED, MINED // dim))
+    size = max(CANDIDATES, min(MINED_PATTERNS, MINED_ELEMENTS // dim))
     return torch.randperm(count, generator=generator, device=generator.device)[:size]
 
 
@@ -55,20 +53,20 @@ def find_candidates(
 ) -> Candidates:
     """Takes ``count`` candidates for each query out of ``patterns (N, d)`` of the classes ``labels (N,)``.
 
-    The hardest wrong patterns have the smallest distance by one of several measures, for which unknown values are
-    those of the mean pattern; ``overview`` is one more of them. With labels, all patterns of the class are right except
-    the one that the query was made of, unless it is the only one.
+    The hardest wrong patterns have the smallest distance by one of several measures, for which unknown values have
+    the mean of their dimension; ``overview`` is one more of them. With labels, all patterns of the class are right,
+    except the one that the query was made of, unless it is the only one.
     """
     rows = []
     largest = 1
     if labels is not None:
-        largest = min(count // RIGHT, int(torch.unique(labels, return_counts=True)[1].max()))
+        largest = min(count // RIGHT_ONES, int(torch.unique(labels, return_counts=True)[1].max()))
     wrong = max(0, min(count, len(patterns)) - largest)
-    random = wrong // RANDOM
+    random = wrong // RANDOM_ONES
     place, step = torch.arange(len(patterns), device=patterns.device), rows_at_once(patterns, 4 * len(patterns))
     center = patterns.nanmean(0).nan_to_num(0.0)
     complete = torch.where(patterns.isnan(), center, patterns)
-    gaps, clips = patterns.isnan().any(), quantiles(differences(patterns), HARD)
+    gaps, clips = patterns.isnan().any(), quantiles(differences(patterns), HARD_QUANTILES)
     for start in range(0, len(asked.query), step):
         part = asked.part(slice(start, start + step))
         own = place == part.origin[:, None]

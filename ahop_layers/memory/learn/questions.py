@@ -12,20 +12,14 @@ from ahop_layers.memory.variants import Covered, Missing, Replaced, Variant
 Pairs = tuple[Tensor, Tensor]
 """Indices or labels ``(n,)``, and the queries ``(n, d)`` that belong to them."""
 
-QUERIES, MOST_QUERIES, QUERY_ELEMENTS = 1024, 2048, 2**17
-"""Number of queries of a fit, more for few dimensions; as many are held out, half for the choice, half reported."""
-
-LARGE = 512
-"""Patterns with at least this number of dimensions hold out half as many queries, because each costs more time."""
-
-MOST, MOST_COVERED = 0.9, 0.6
-"""The largest share of values that is replaced or missing, and of an image that is covered, if no damage is given."""
-
-SPARED = 8
-"""One in so many queries is damaged in part only."""
-
-FEW_PAIRS = 96
-"""Fewer pairs are all used for the fit and for the report."""
+QUERIES = 1024  # number of queries of a fit; as many are held out, half for the choice, half for the report
+MOST_QUERIES = 2048  # the number for few dimensions, and for several views
+QUERY_ELEMENTS = 2**17  # number of elements of the queries between these numbers
+LARGE_DIM = 512  # from this number of dimensions on, half as many queries are held out: each costs more time
+MOST_DAMAGED = 0.9  # largest share of values that is replaced or missing if no damage is given
+MOST_COVERED = 0.6  # largest share of an image that is covered if no damage is given
+SPARED_QUERIES = 8  # one in so many queries is damaged in part only
+FEW_PAIRS = 96  # fewer pairs are all used for the fit and for the report
 
 
 class Questions(NamedTuple):
@@ -61,7 +55,7 @@ class Anything(Variant):
     """
 
     def __init__(self, *either: Variant, deviation: Tensor | float = 0.0) -> None:
-        self.either = either or (Replaced((0.0, MOST)), Missing((0.0, MOST)))
+        self.either = either or (Replaced((0.0, MOST_DAMAGED)), Missing((0.0, MOST_DAMAGED)))
         self.deviation = deviation
 
     def bind(self, patterns: Tensor) -> Variant:
@@ -86,10 +80,11 @@ def any_damage(shape: Sequence[int], missing: bool = True) -> Variant:
 
     Values are replaced or, if they may be, ``missing``; images are covered or have replaced pixels.
     """
+    replaced = Replaced((0.0, MOST_DAMAGED))
     if len(shape) < 2:
-        return Anything() if missing else Anything(Replaced((0.0, MOST)), Replaced((0.0, MOST)))
+        return Anything() if missing else Anything(replaced, replaced)
     channels, height, width = (1, *shape)[-3:]
-    return Anything(Covered((0.0, MOST_COVERED), height, width, channels), Replaced((0.0, MOST)))
+    return Anything(Covered((0.0, MOST_COVERED), height, width, channels), replaced)
 
 
 def draw(
@@ -97,14 +92,14 @@ def draw(
 ) -> Questions:
     """Draws damaged copies of ``patterns (N, d)`` of the classes ``labels (N,)``: ``count`` or more, and held-out ones.
 
-    One in SPARED of them is damaged in part, between not at all and fully: a similarity that was learned from strong
+    One in SPARED_QUERIES is damaged in part, between not at all and fully: a similarity that was learned from strong
     noise alone can fail without noise.
 
     Raises:
         AHopError: the damage returns infinity, or no query with a known value.
     """
     held = max(QUERIES, min(MOST_QUERIES, QUERY_ELEMENTS // patterns.shape[1]))
-    count, held = max(count, held), held // 2 if patterns.shape[1] >= LARGE else held
+    count, held = max(count, held), held // 2 if patterns.shape[1] >= LARGE_DIM else held
     origin = torch.randint(len(patterns), (count + held,), generator=generator, device=patterns.device)
     intact = patterns[origin]
     query = damage.bind(patterns)(intact, generator)
@@ -112,7 +107,7 @@ def draw(
         got = "infinity" if query.isinf().any() else "NaN only"
         raise AHopError(f"damage must return finite values, and NaN where a value is unknown, got {got}")
     share = torch.rand(len(query), 1, generator=generator, device=query.device).mul_(2).sub_(1).clamp_(min=0)
-    share[torch.rand(len(query), generator=generator, device=query.device) * SPARED > 1] = 1.0
+    share[torch.rand(len(query), generator=generator, device=query.device) * SPARED_QUERIES > 1] = 1.0
     query = torch.where(share < 1, intact + share.to(query.dtype) * (query - intact), query)
     return Questions(query, origin, None if labels is None else labels[origin], count)
 
@@ -133,7 +128,7 @@ def given(pairs: Pairs, by_label: bool, generator: Generator) -> Questions:
 
 def with_intact(asked: Questions, patterns: Tensor, labels: Tensor | None, generator: Generator) -> Questions:
     """Adds copies of ``patterns (N, d)`` of the classes ``labels (N,)`` to the queries of a fit, without damage."""
-    count = max(32, asked.fitted // SPARED)
+    count = max(32, asked.fitted // SPARED_QUERIES)
     origin = torch.randint(len(patterns), (count,), generator=generator, device=patterns.device)
     label = None if labels is None or asked.label is None else torch.cat([labels[origin], asked.label])
     query = torch.cat([patterns[origin], asked.query.to(patterns.dtype)])

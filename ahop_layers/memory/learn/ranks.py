@@ -13,14 +13,10 @@ from ahop_layers.ops.reference import block_sums, known_blocks, pair_values
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
 from ahop_layers.similarity.protocol import Solvable
 
-BINS = 14
-"""Number of rank bins from the largest similarity on."""
-
-BLOCK = {"cpu": 2**19}
-"""Number of differences that are held at once: on a CPU they stay in the cache. GPUs take 2**26."""
-
-GATHERED = 2**22
-"""Number of values of candidates that are gathered at once, where the next step is a single one."""
+BINS = 14  # number of rank bins from the largest similarity on
+CPU_DIFFERENCES = 2**19  # number of differences that are held at once on a CPU, where they stay in the cache
+GPU_DIFFERENCES = 2**26
+GATHERED_ELEMENTS = 2**22  # number of elements of candidates that are gathered at once for a single operation
 
 _NUMPY = importlib.util.find_spec("numpy") is not None
 
@@ -148,12 +144,7 @@ def block_features(
 
 
 def _part_features(
-    query: Tensor,
-    patterns: Tensor,
-    candidates: Tensor,
-    part: AdaptiveSimilarity,
-    edges: list[int],
-    missing: bool,
+    query: Tensor, patterns: Tensor, candidates: Tensor, part: AdaptiveSimilarity, edges: list[int], missing: bool
 ) -> Tensor:
     """Returns the features of one part of a similarity; NaN is an unknown value if ``missing``."""
     widths = [1.0] * len(part.bases) if part.widths is None else part.widths.tolist()
@@ -173,7 +164,7 @@ def _part_features(
             rows.append(torch.cat(columns, -1))
         return torch.cat(rows)
     whole = query.new_ones(1, 1)
-    for some, key in pairs(query, patterns, candidates, GATHERED):
+    for some, key in pairs(query, patterns, candidates, GATHERED_ELEMENTS):
         columns = []
         for name, width in zip(part.names, widths, strict=True):
             own = query.new_tensor([width])
@@ -202,7 +193,7 @@ def candidate_scores(query: Tensor, patterns: Tensor, candidates: Tensor, simila
     for part, own, keys in zip(similarity.parts(), similarity.views(query), similarity.views(patterns), strict=True):
         first, second, numbers = part.compared(own, keys)
         weight, rows = part.footprint_weight(), []
-        for some, key in pairs(first, second, candidates, GATHERED):
+        for some, key in pairs(first, second, candidates, GATHERED_ELEMENTS):
             rows.append(adaptive_similarity(some[:, None], key, weight, part.names, numbers, widths=part.widths))
         total += torch.cat(rows).squeeze(1)
     return total
@@ -238,4 +229,4 @@ def _pooled(values: Tensor, known: Tensor | None, pool: Tensor, edges: list[int]
 
 def rows_at_once(query: Tensor, elements: int) -> int:
     """Returns the number of queries whose ``elements`` differences each are held at once."""
-    return max(1, BLOCK.get(query.device.type, 2**26) // elements)
+    return max(1, (GPU_DIFFERENCES if query.is_cuda else CPU_DIFFERENCES) // elements)

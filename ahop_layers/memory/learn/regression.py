@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-STEPS, HISTORY, HALVINGS, TOLERANCE = 80, 20, 20, 1e-6
-"""Number of steps of L-BFGS, of those it remembers, and of trials of a step; relative change at which it stops."""
-
-PENALTY, MEAN_PENALTY, ENOUGH = 1e-3, 1e-6, 512
-"""Penalties of the weights of rank bins and of the means over all ranks, for so many queries or more."""
-
-FLOOR = 0.05
-"""A bounded loss is that of the probability of the right candidates plus this: it counts hopeless queries little."""
+STEPS = 80  # number of steps of L-BFGS
+HISTORY = 20  # number of steps that it remembers
+HALVINGS = 20  # number of trials of a step
+TOLERANCE = 1e-6  # relative change of the loss at which it stops
+PENALTY = 1e-3  # of the weights of rank bins
+MEAN_PENALTY = 1e-6  # of the weights of the means over all ranks
+ENOUGH_QUERIES = 512  # number of queries for which penalties need not be larger
+FLOOR = 0.05  # is added to the probability of right candidates in a bounded loss: hopeless queries count little
 
 
 class Problem(NamedTuple):
@@ -56,7 +56,7 @@ class Problem(NamedTuple):
     def penalty(self) -> Tensor:
         """Returns the penalty of the weight of each feature ``(f,)``: the fewer queries, the larger."""
         means = self.means()
-        return max(1.0, ENOUGH / len(self.offset)) * (MEAN_PENALTY * means + PENALTY * (1 - means))
+        return max(1.0, ENOUGH_QUERIES / len(self.offset)) * (MEAN_PENALTY * means + PENALTY * (1 - means))
 
     def objective(self, weight: Tensor, bounded: bool) -> tuple[Tensor, Tensor]:
         """Returns the mean loss and its gradient: the negative log-likelihood, or one ``bounded`` by FLOOR."""
@@ -171,7 +171,7 @@ def calibrated(problem: Problem, weight: Tensor) -> tuple[Tensor, float]:
 def solutions(problem: Problem, starts: Sequence[Tensor], penalty: Tensor | None = None) -> list[Tensor]:
     """Solves from the best of several starts ``(f,)``: for the bounded likelihood, and for the likelihood alone.
 
-    ``penalty (f,)`` is by default that of the problem.
+    ``penalty (f,)`` is by default the penalty of the problem.
     """
     problem, deviation = problem.scaled()
     unit = deviation.masked_fill(deviation.isinf(), 0.0)

@@ -14,7 +14,7 @@ as a step function, are stretched to d ranks.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,17 +31,13 @@ from ahop_layers.similarity.adaptive import BaseArgument
 from ahop_layers.similarity.protocol import Solvable, is_solvable
 from ahop_layers.similarity.widths import differences, quantiles, units
 
-CLIPPED_QUANTILES = (0.05, 0.2, 0.5)
-"""Quantiles at which the differences of clipped L1 are clipped."""
-
-TRIAL_QUERIES, TRIAL_CANDIDATES = 256, 96
-"""Number of queries, and of candidates of each, of a trial of other units or bases."""
-
-BASES_GAIN, UNITS_GAIN = 0.95, 0.8
-"""Optional bases, and units of each dimension, must lower the loss of a trial to these fractions."""
-
-IMAGE_BINS, ENOUGH_IMAGES = 12, 1024
-"""Number of rank bins of views of images, and of images for which penalties need not be larger."""
+CLIPPED_QUANTILES = (0.05, 0.2, 0.5)  # quantiles at which the differences of clipped L1 are clipped
+TRIAL_QUERIES = 256  # number of queries of a trial of other units or bases
+TRIAL_CANDIDATES = 96  # number of candidates of each of them
+BASES_GAIN = 0.95  # optional bases must lower the loss of a trial to this fraction
+UNITS_GAIN = 0.8  # units of each dimension must lower it to this fraction
+IMAGE_BINS = 12  # number of rank bins of views of images
+ENOUGH_IMAGES = 1024  # number of images for which penalties need not be larger
 
 
 class FitReport(NamedTuple):
@@ -100,7 +96,7 @@ def _kind(base: BaseArgument) -> str:
 
 
 class _Setting(NamedTuple):
-    """Patterns and queries in ``units``, and bases: first the ``learned`` ones, then those of baselines."""
+    """Patterns and queries in ``units``, and bases: first the ``learned`` ones, then the bases of baselines."""
 
     units: Tensor | None
     patterns: Tensor
@@ -297,7 +293,6 @@ def learn(
     labels: Tensor | None,
     asked: Questions,
     generator: torch.Generator,
-    tick: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> tuple[float, FitReport]:
     """Learns a similarity that finds the pattern, or the class, that a query belongs to.
@@ -310,10 +305,9 @@ def learn(
         similarity: what is learned, in place. Without weights to solve for it stays as it is.
         patterns: ``(N, d)``.
         labels: the class of each pattern ``(N,)``; None finds the pattern itself. With labels, a pattern does not
-            answer for queries that were made of it, so that the accuracy is that of unseen patterns.
+            answer for queries that were made of it, so that the accuracy holds for unseen patterns.
         asked: the queries, of which some are held out.
         generator: draws candidates.
-        tick: called after each of four steps.
         options: for ``"auto"``, the ``bases``, and the number of ``bins`` of ranks; with one, ranks do not matter.
 
     Returns:
@@ -326,17 +320,13 @@ def learn(
     if is_solvable(similarity):
         kind = _Auto if isinstance(similarity, AutoSimilarity) else _Given
     learner = kind(similarity, patterns, labels, asked, generator, **options)
-    tick()
     fitted = int(learner.candidates.usable[: asked.fitted].sum())
     rest = slice(fitted, None) if fitted < len(learner.candidates.query) else slice(0, None)
     learner.solve(slice(0, fitted))
-    tick()
     right = learner.judge(rest)
-    tick()
     chosen, best, rows = _choose(right, learner.available)
     rows = {"cosine": _cosine(learner.setting, rest, learner.held), **rows}
     temperature = learner.take(chosen, best)
-    tick()
     queries = len(learner.held.offset) // 2
     return temperature, FitReport(tuple(rows.items()), chosen, queries, time.perf_counter() - began)
 
