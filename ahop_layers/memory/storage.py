@@ -265,15 +265,18 @@ def read_values(name: str, patterns: Tensor, check: bool = True) -> tuple[bool, 
 def scoring_dtype(dtype: torch.dtype, dim: int, largest: float) -> torch.dtype:
     """Returns the dtype in which patterns of ``dim`` values up to ``largest`` are scored: their own, uint8 in float32.
 
-    It is float32 if sums of their squares overflow or underflow in float16.
+    It is float32 if sums of their squares overflow or underflow in float16. Other dtypes must hold these sums.
     """
     if not dtype.is_floating_point:
         return torch.float32
-    limits = torch.finfo(dtype)
-    if largest > limits.max:
-        raise AHopError(f"patterns must be within the range of {dtype}, got values up to {largest:.3g}")
-    fits = not largest or limits.tiny <= 2 * dim * largest * largest <= limits.max
-    return dtype if fits else accumulation_dtype(dtype)
+    for each in (dtype, accumulation_dtype(dtype)):
+        limits = torch.finfo(each)
+        if not largest or (
+            limits.tiny <= 2 * dim * largest * largest <= limits.max and largest <= torch.finfo(dtype).max
+        ):
+            return each
+    rule = f"patterns must be in {dtype}, and their squares in {accumulation_dtype(dtype)}"
+    raise AHopError(f"{rule}, got values up to {largest:.3g}: multiply them by a constant")
 
 
 def as_patterns(patterns: Any) -> tuple[Tensor, tuple[int, ...]]:
