@@ -77,7 +77,10 @@ def test_values_that_no_dtype_holds_are_refused():
             lambda: memory.add(large),
             lambda: memory.load_state_dict(memory.state_dict() | {"patterns": large}),
         ],
-        "patterns must be within the range of torch.float32, got": [wide.float],
+        "patterns must be in torch.float32, and their squares in torch.float32, got": [wide.float],
+        "patterns must be in torch.float64, and their squares in torch.float64, got": [
+            lambda: AssociativeMemory(large * large),
+        ],
     }
     for message, each in calls.items():
         for call in each:
