@@ -906,16 +906,14 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
 
 static int FN(forward)(plan_t *plan)
 {
-    if (!plan->tasks) {
-        const call_t *call = plan->call;
-        FN(split_keys)(plan, FORWARD_BYTES, BLOCK_FORWARD_BYTES);
-        plan->chunks = ceil_div(call->length, QUERY_CHUNK);
-        const int64_t entry = call->heads * plan->panels * plan->chunks; /* tasks of one batch entry */
-        plan->groups = least(call->n, ceil_div(FN(enough_tasks)(plan), entry));
-        plan->tasks = entry * plan->groups;
-        FN(buffers) at;
-        plan->scratch_bytes = FN(layout)(plan, NULL, 0, &at);
-    }
+    const call_t *call = plan->call;
+    FN(split_keys)(plan, FORWARD_BYTES, BLOCK_FORWARD_BYTES);
+    plan->chunks = ceil_div(call->length, QUERY_CHUNK);
+    const int64_t entry = call->heads * plan->panels * plan->chunks; /* tasks of one batch entry */
+    plan->groups = least(call->n, ceil_div(FN(enough_tasks)(plan), entry));
+    plan->tasks = entry * plan->groups;
+    FN(buffers) at;
+    plan->scratch_bytes = FN(layout)(plan, NULL, 0, &at);
     return run(FN(forward_task), plan);
 }
 
@@ -1483,11 +1481,7 @@ static int FN(plan_backward)(plan_t *plan)
     const int64_t pairs = call->n * call->heads, d = call->d;
     FN(split_keys)(plan, BACKWARD_BYTES, BLOCK_BACKWARD_BYTES);
     plan->groups = least(call->n, ceil_div(FN(enough_tasks)(plan), call->heads));
-    /* similarities of one query in one part of the batch, for all keys and for one tile */
-    const int64_t panel_work = ceil_div(call->n, plan->groups) * plan->vectors * LANES * d * call->n_bases;
-    const int64_t chunk_work = least(call->length, QUERY_CHUNK) * plan->panels * panel_work;
-    const int64_t tiles = most(ceil_div(MIN_TASKS, plan->groups * call->heads), ceil_div(chunk_work, TASK_WORK));
-    plan->tiles = least(plan->panels, tiles);
+    plan->tiles = least(plan->panels, ceil_div(MIN_TASKS, plan->groups * call->heads));
     plan->tasks = call->heads * plan->groups * plan->tiles;
     FN(buffers) at;
     plan->scratch_bytes = FN(layout)(plan, NULL, 1, &at);
@@ -1495,10 +1489,7 @@ static int FN(plan_backward)(plan_t *plan)
         memset(call->query_grad, 0, (size_t)(pairs * call->length * d) * sizeof(T));
     const int64_t row_bytes = pairs * plan->tiles * d * (int64_t)sizeof(T);
     const int partial = plan->tiles > 1 && call->need & NEED_QUERY && !call->paired;
-    plan->max_rows = least(call->length, most(1, TASK_WORK / (ceil_div(plan->panels, plan->tiles) * panel_work)));
-    if (partial)
-        plan->max_rows = least(plan->max_rows, most(1, PARTIAL_BYTES / row_bytes));
-    plan->rows = plan->max_rows;
+    plan->rows = partial ? least(call->length, most(1, PARTIAL_BYTES / row_bytes)) : call->length;
     plan->query_partial = partial ? calloc((size_t)plan->rows, (size_t)row_bytes) : NULL;
     plan->weight_partial = calloc((size_t)(plan->tasks * call->n_bases * call->blocks), sizeof(double));
     return !plan->weight_partial || (partial && !plan->query_partial) ? FAILED : DONE;
@@ -1508,17 +1499,14 @@ static int FN(plan_backward)(plan_t *plan)
 static int FN(backward)(plan_t *plan)
 {
     const call_t *call = plan->call;
-    if (!plan->tasks && FN(plan_backward)(plan) == FAILED)
+    if (FN(plan_backward)(plan) == FAILED)
         return FAILED;
-    while (plan->first < call->length) {
-        const int status = run(FN(backward_task), plan);
-        if (status != DONE)
-            return status;
+    for (; plan->first < call->length; plan->first += plan->rows) {
+        plan->rows = least(plan->rows, call->length - plan->first);
+        if (run(FN(backward_task), plan) == FAILED)
+            return FAILED;
         if (plan->query_partial)
             FN(gather_queries)(plan);
-        plan->first += plan->rows;
-        plan->rows = least(plan->max_rows, call->length - plan->first);
-        atomic_store(&plan->next, 0);
     }
     if (call->need & NEED_WEIGHT)
         FN(gather_weights)(plan);
