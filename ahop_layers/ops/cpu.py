@@ -30,13 +30,9 @@ CHAINS = {1: CHAIN1, 2: CHAIN2, 3: CHAIN3, 4: CHAIN4}
 # Calls with less work run single-threaded: starting a thread would take longer. The unit is a sorted similarity;
 # summing 8 dimensions takes about as long.
 SERIAL_WORK = 50_000
-# A call into the library returns after about this time, to be continued, so that Python can handle signals.
-SLICE_NS = 100_000_000
-ABI_VERSION = 5  # also in footprint.c; increase both with every change of the interface
-# ``call_t`` of footprint.c: 10 pointers, 7 sizes, 3 x 4 strides, dtype, need, threads, slice, paired, missing.
-CALL = struct.Struct("10P25q")
-
-FAILED, DONE, MORE = range(-1, 2)
+ABI_VERSION = 6  # also in footprint.c; increase both with every change of the interface
+# ``call_t`` of footprint.c: 10 pointers, 7 sizes, 3 x 4 strides, dtype, need, threads, paired, missing.
+CALL = struct.Struct("10P24q")
 
 
 @lru_cache(maxsize=None)
@@ -60,10 +56,8 @@ def _declare(library: ctypes.CDLL) -> None:
     """Declares the functions of footprint.c."""
     library.ahop_abi_version.argtypes, library.ahop_abi_version.restype = [], ctypes.c_int64
     for function in (library.ahop_forward, library.ahop_backward):
-        function.argtypes = [ctypes.c_int64, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p)]
-        function.restype = ctypes.c_int
+        function.argtypes, function.restype = [ctypes.c_int64, ctypes.c_char_p], ctypes.c_int
     library.ahop_isa.argtypes, library.ahop_isa.restype = [ctypes.c_int64], ctypes.c_char_p
-    library.ahop_release.argtypes, library.ahop_release.restype = [ctypes.c_void_p], None
 
 
 def _library_path() -> Path:
@@ -182,17 +176,10 @@ def _run(
         *(*pointers, ctypes.addressof(_codes(tuple(bases))), ctypes.addressof(_network(blocks))),
         *(*scores.shape, d, blocks, len(bases)),
         *(*query.stride(), *key.stride(), *scores.stride()),
-        *(DTYPE_CODES[query.dtype], need, threads, SLICE_NS, paired, missing),
+        *(DTYPE_CODES[query.dtype], need, threads, paired, missing),
     )
-    entry, state = getattr(library, function), ctypes.c_void_p()
     instruction_set = next(iter(instruction_sets().values()))
-    try:
-        while (status := entry(instruction_set, call, ctypes.byref(state))) == MORE:
-            pass  # Python handles signals here and may raise KeyboardInterrupt
-    finally:
-        if state:
-            library.ahop_release(state)
-    if status == FAILED:
+    if getattr(library, function)(instruction_set, call):
         raise MemoryError("the native kernel could not allocate its scratch memory")
 
 

@@ -25,16 +25,15 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
-enum { ABI_VERSION = 5 }; /* also in cpu.py; increase both with every change of the interface */
-enum { FAILED = -1, DONE, MORE };
-enum { DIS, DOT, L1, NEAR, BOUNDED_NEAR };
+enum { ABI_VERSION = 6 }; /* also in cpu.py; increase both with every change of the interface */
+enum { FAILED = -1, DONE };
+enum { DIS, DOT, L1, NEAR };
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { NEED_QUERY = 1, NEED_KEY = 2, NEED_WEIGHT = 4 };
 enum { END, SORT2, SORT4, SORT8, SORT16, SORT32, MERGE32, CHAIN1, CHAIN2, CHAIN3, CHAIN4 };
@@ -45,8 +44,7 @@ enum { RUN = 64 }; /* sums are added up in runs of this length, which limits the
 enum { PLAIN, NAN_ASIDE, TAGGED, BOUNDED, UNKNOWN_LAST };
 enum { FORWARD_BYTES = 52 << 10, BACKWARD_BYTES = 12 << 10, PARTIAL_BYTES = 8 << 20 };
 enum { BLOCK_FORWARD_BYTES = 256 << 10, BLOCK_BACKWARD_BYTES = 256 << 10 }; /* if blocks are wider than a dimension */
-/* Approximate limit of similarities per task. A call returns to Python only between two tasks, so tasks are short. */
-enum { TASK_WORK = 1 << 24 };
+enum { TASK_WORK = 1 << 24 }; /* approximate limit of similarities per task, so that many threads share a large call */
 
 /* A step of the sorting network: `groups` groups of rows, the first at row `start`, each `advance` rows after the
  * previous one. The rows of a group are `step` apart and end before row `end`. */
@@ -68,12 +66,11 @@ typedef struct {
     int64_t n_bases;
     int64_t query_stride[4], key_stride[4], score_stride[4];
     int64_t dtype, need, threads;
-    int64_t slice;  /* nanoseconds after which a call returns, so that Python can handle signals */
     int64_t paired; /* key s is scored against query s only: `length` is 1, the third stride separates queries */
     int64_t missing; /* NaN is an unknown value; `blocks` is d or 1; without a backward pass */
 } call_t;
 
-/* How a call is split into tasks, and how many of them have run. The split depends on the shape alone, so sums are
+/* How a call is split into tasks. The split depends on the shape alone, so sums are
  * added in the same order for any number of threads. */
 typedef struct {
     const call_t *call;
@@ -82,11 +79,9 @@ typedef struct {
     int64_t chunks;           /* forward: chunks of queries */
     int64_t tiles;            /* backward: runs of panels */
     int64_t first, rows;      /* backward: the queries of this round */
-    int64_t max_rows;         /* backward: queries of a full round */
     void *query_partial;      /* [n][head][tile][row][d], or NULL if one tile holds all keys */
     double *weight_partial;   /* [head][group][tile][base][block] */
     int64_t tasks, scratch_bytes;
-    int64_t deadline;         /* nanoseconds; after it a thread finishes its task and starts no other */
     atomic_llong next;        /* next task */
 } plan_t;
 
@@ -102,13 +97,6 @@ static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static int64_t nanoseconds(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
-}
-
 static void *work(void *argument)
 {
     worker_t *worker = argument;
@@ -116,26 +104,22 @@ static void *work(void *argument)
     fenv_t environment;
     fegetenv(&environment);
     fesetenv(FE_DFL_ENV); /* if denormals were flushed to zero, tagged words would compare as equal */
-    do {
-        const int64_t task = atomic_fetch_add(&plan->next, 1);
-        if (task >= plan->tasks)
-            break;
+    for (int64_t task; (task = atomic_fetch_add(&plan->next, 1)) < plan->tasks;)
         worker->body(plan, task, worker->scratch);
-    } while (nanoseconds() < plan->deadline);
     fesetenv(&environment);
     return NULL;
 }
 
-/* Run tasks until all are done or the deadline is reached. Threads live for one call: a fork loses none of them, and
+/* Run all tasks. Threads live for one call: a fork loses none of them, and
  * callers share nothing. */
 static int run(body_t *body, plan_t *plan)
 {
-    const int64_t left = plan->tasks - atomic_load(&plan->next);
-    const int64_t threads = most(1, least(plan->call->threads, left));
+    const int64_t threads = most(1, least(plan->call->threads, plan->tasks));
     int64_t started = 0;
     worker_t *workers = malloc((size_t)threads * sizeof *workers);
     pthread_t *handles = malloc((size_t)threads * sizeof *handles);
     void *scratch = NULL;
+    atomic_store(&plan->next, 0);
     const size_t bytes = (size_t)(threads * plan->scratch_bytes);
     const int failed = !workers || !handles || posix_memalign(&scratch, ALIGNMENT, bytes);
     if (!failed) {
@@ -150,7 +134,7 @@ static int run(body_t *body, plan_t *plan)
     free(scratch);
     free(handles);
     free(workers);
-    return failed ? FAILED : atomic_load(&plan->next) < plan->tasks ? MORE : DONE;
+    return failed ? FAILED : DONE;
 }
 
 /* Distance in rows from one sorted column to the next: a power of two, so no group of rows crosses the end of a column,
@@ -353,39 +337,18 @@ const char *ahop_isa(int64_t index)
 
 int64_t ahop_abi_version(void) { return ABI_VERSION; }
 
-/* Free the state of a call that is not going to be continued. */
-void ahop_release(plan_t *plan)
+/* Both return DONE, or FAILED if memory ran out. */
+int ahop_forward(int64_t isa, const call_t *call)
 {
-    if (plan) {
-        free(plan->query_partial);
-        free(plan->weight_partial);
-    }
-    free(plan);
+    plan_t plan = {.call = call};
+    return ISAS[isa].forward[call->dtype == FLOAT64](&plan);
 }
 
-/* Start a call, or continue the one whose state is in `*plan`, for about `call->slice` nanoseconds. */
-static int resume(entry_t *entry, const call_t *call, plan_t **plan)
+int ahop_backward(int64_t isa, const call_t *call)
 {
-    if (!*plan && !(*plan = calloc(1, sizeof **plan)))
-        return FAILED;
-    (*plan)->call = call;
-    (*plan)->deadline = nanoseconds() + call->slice;
-    const int status = entry(*plan);
-    if (status != MORE) {
-        ahop_release(*plan);
-        *plan = NULL;
-    }
+    plan_t plan = {.call = call};
+    const int status = ISAS[isa].backward[call->dtype == FLOAT64](&plan);
+    free(plan.query_partial);
+    free(plan.weight_partial);
     return status;
-}
-
-/* Both return DONE, MORE if they have to be called again with the same arguments, or FAILED if memory ran out. `*plan`
- * is NULL before the first call and after the last one. */
-int ahop_forward(int64_t isa, const call_t *call, plan_t **plan)
-{
-    return resume(ISAS[isa].forward[call->dtype == FLOAT64], call, plan);
-}
-
-int ahop_backward(int64_t isa, const call_t *call, plan_t **plan)
-{
-    return resume(ISAS[isa].backward[call->dtype == FLOAT64], call, plan);
 }
