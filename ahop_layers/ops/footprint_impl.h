@@ -1164,27 +1164,14 @@ static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t
     }
 }
 
-/* Write the sums of a column's first `lanes` lanes to gradients that are `step` apart, or with `again` add them. */
-INLINE void FN(flush_column)(V *sums, T *restrict grads, int64_t step, int64_t d, int lanes, int again)
+/* Write the sums of the first `lanes` lanes to gradients that are `step` apart, or with `again` add them. */
+static void FN(flush_lanes)(V *sums, int64_t pitch, T *restrict grads, int64_t step, int64_t d, int64_t lanes,
+                            int again)
 {
-    for (int64_t i = 0; i < d; i++) {
-        const V sum = sums[i];
-        UNROLL for (int lane = 0; lane < lanes; lane++)
-            grads[lane * step + i] = again ? grads[lane * step + i] + sum[lane] : sum[lane];
-    }
-}
-
-static void FN(flush_lanes)(V *sums, int64_t pitch, T *grads, int64_t step, int64_t d, int64_t lanes, int again)
-{
-    for (int64_t v = 0; v * LANES < lanes; v++) {
-        V *column = sums + v * pitch;
-        T *to = grads + v * LANES * step;
-        if ((v + 1) * LANES > lanes)
-            FN(flush_column)(column, to, step, d, (int)(lanes - v * LANES), again);
-        else if (again)
-            FN(flush_column)(column, to, step, d, LANES, 1);
-        else
-            FN(flush_column)(column, to, step, d, LANES, 0);
+    for (int64_t lane = 0; lane < lanes; lane++, grads += step) {
+        const T *column = (const T *)(sums + lane / LANES * pitch) + lane % LANES;
+        for (int64_t i = 0; i < d; i++)
+            grads[i] = again ? grads[i] + column[i * LANES] : column[i * LANES];
     }
     memset(sums, 0, (size_t)(pitch * ceil_div(lanes, LANES) * BYTES));
 }
