@@ -3,8 +3,10 @@
 import shutil
 import subprocess
 import sys
+import threading
 from importlib.util import find_spec
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +41,7 @@ def emulated(monkeypatch):
         monkeypatch.setattr(attend, "_limits", lambda device: attend.Limits(0, block, 2 * block, 3))
 
     monkeypatch.setattr(nvrtc, "Kernel", EmulatedKernel)
+    monkeypatch.setattr(nvrtc, "compile_together", lambda programs, index: None)
     monkeypatch.setattr(nvrtc, "capability", lambda device: (9, 0))
     monkeypatch.setattr(attend, "_plans", {})
     caches = attend._kernel, missing._kernel, score._plan, gpu._softmax_kernel
@@ -355,6 +358,28 @@ def test_the_cache_survives_damage_and_processes_that_write_at_once(tmp_path, mo
     assert [run.wait() for run in runs] == [0] * 2
 
 
+def test_sources_are_compiled_at_the_same_time(monkeypatch):
+    """Two threads meet inside the compiler, and its errors are raised."""
+    both, loaded = threading.Barrier(2, timeout=10), []
+
+    def compiled(source, constants, architecture):
+        both.wait()
+        if constants.get("wrong"):
+            raise AHopError(f"{source} does not compile")
+        return source.encode()
+
+    monkeypatch.setattr(nvrtc, "compiled", compiled)
+    monkeypatch.setattr(nvrtc, "architecture", lambda index: "sm_90a")
+    monkeypatch.setattr(nvrtc, "_enter_context", lambda index: None)
+    driver = SimpleNamespace(cuModuleLoadData=lambda module, image: loaded.append(image) or 0)
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    nvrtc.compile_together([("score.cu", {"n": -1}), ("score_backward.cu", {"n": -1})], 0)
+    assert sorted(loaded) == [b"score.cu", b"score_backward.cu"]
+    with pytest.raises(AHopError, match=r"softmax.cu does not compile"):
+        nvrtc.compile_together([("softmax.cu", {"wrong": 1}), ("score.cu", {"n": -2})], 0)
+    nvrtc._module.cache_clear()
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("AHOP_CACHE_DIR", str(tmp_path / "file" / "cache"))
@@ -365,5 +390,5 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
 
 def test_the_compiler_does_not_trace_the_search_for_nvrtc(monkeypatch):
     monkeypatch.setattr(nvrtc, "_capability", lambda device: (8, 0) if find_spec("torch") else (0, 0))
-    compiled = torch.compile(lambda x: x + (nvrtc.capability(x.device) >= (8, 0)), fullgraph=True, backend="eager")
+    compiled = torch.compile(lambda x: x + nvrtc.runs(x.device), fullgraph=True, backend="eager")
     assert compiled(torch.zeros(1)) == 1

@@ -386,6 +386,8 @@ def _score_forward(*args: Any) -> Tensor:
     call = _ScoreCall(*args)
     names = call.check()
     kernel = choose_kernel(call.backend, call.query, names, call.weight.shape[-1], call.missing)
+    if call.weight.requires_grad and hasattr(kernel, "compile_ahead"):
+        kernel.compile_ahead(call.query, call.weight, names, call.dtype)
     return kernel.score(call.query, call.key, call.weight, names, call.dtype, call.widths, call.missing)
 
 

@@ -20,7 +20,7 @@ def allocate_grads(tensors: Sequence[Tensor], need: Sequence[bool], dtype: torch
 class KernelModule(Protocol):
     """A kernel module has the functions of :mod:`ahop_layers.ops.chunked`.
 
-    ``softmax`` and ``softmax_backward`` as in ``sliced`` are optional.
+    Further ones are optional: ``softmax`` and ``softmax_backward`` as in ``sliced``, and ``compile_ahead``.
     """
 
     unavailable: Callable[[], str | None]

@@ -79,11 +79,13 @@ class Sliced:
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Computes the readout and the log-sum-exp of the scores of each query."""
-        call, value = call.combined(), call.value
+        given, call, value = call, call.combined(), call.value
         out, log_sum = call.empty_results()
         if call.key.shape[-2] == 0:
             return out.zero_(), log_sum.fill_(torch.inf)
         compute = getattr(self.kernel, "softmax", softmax)
+        if given.weight.requires_grad and hasattr(self.kernel, "compile_ahead"):
+            self.kernel.compile_ahead(call.query, given.weight, call.bases, log_sum.dtype)
         for part in _slices(call.query, call.key):
             scores = part.mask_(self.kernel.score(*part.inputs(call)), call)
             dtype = value.dtype if call.seed is None else scores.dtype

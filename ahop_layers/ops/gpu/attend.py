@@ -78,8 +78,7 @@ def kernel_shape(n: int, size: int, width: int) -> Shape:
 def serves(call: AttentionCall) -> bool:
     """Returns whether the kernels support a call."""
     query, _, value, weight, mask, *_ = call
-    is_half = query.dtype in (torch.float16, torch.bfloat16) and value.dtype == query.dtype
-    if not is_half or nvrtc.capability(query.device) < (8, 0):
+    if query.dtype not in (torch.float16, torch.bfloat16) or value.dtype != query.dtype or not nvrtc.runs(query.device):
         return False
     if 0 in (*query.shape, *value.shape) or not set(call.bases) <= {"dis", "dot"}:
         return False
@@ -209,6 +208,11 @@ class AttentionPlan:
         constants = {**self.constants, "threads": 32 * warps, "thread_blocks_per_sm": 1}
         return "score_tiles.cu" if name == "score_tiles" else "attend_backward.cu", tuple(constants.items())
 
+    def _compile_ahead(self) -> None:
+        """Compiles the kernels of forward and backward pass at the same time, where each would compile its own."""
+        programs = [self._program(name) for name in ("attend_forward", "attend_backward")]
+        nvrtc.compile_together([(source, dict(constants)) for source, constants in programs], self.limits.device)
+
     def rows(self, tensor: Tensor, size: int, n: int, is_padded: bool) -> PaddedRows:
         """Returns rows whose n blocks are padded with zeros to ``size`` dimensions, aligned to 16 bytes."""
         if is_padded:
@@ -232,6 +236,8 @@ class AttentionPlan:
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Computes the readout and the log-sum-exp."""
+        if call.query.requires_grad and not self.kernels:
+            self._compile_ahead()
         query, key, value = self.inputs(call)
         weights = Weights(call)
         results, log_sum = (call._replace(value=value.tensor) if self.is_padded[1] else call).empty_results()

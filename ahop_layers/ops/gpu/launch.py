@@ -83,6 +83,13 @@ def score_backward(
     return lanes.score_backward(grad, query, key, _wide(weight), tuple(bases), need)
 
 
+def compile_ahead(query: Tensor, weight: Tensor, bases: tuple[str, ...], scores: torch.dtype) -> None:
+    """Compiles the kernels of a training step with scores in a dtype."""
+    if not lanes.use_tiles(query, weight, bases) and "near" not in bases:
+        sizes = query.shape[-1], weight.shape[-1]
+        lanes.compile_ahead(query.device, query.dtype, *sizes, bases, scores, weight.requires_grad)
+
+
 def _wide(weight: Tensor) -> Tensor:
     return weight if weight.dtype == torch.float32 else weight.float()
 

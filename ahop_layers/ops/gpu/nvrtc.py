@@ -9,6 +9,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import lru_cache
 from importlib.util import find_spec
@@ -170,13 +171,18 @@ def architecture(index: int) -> str:
     return f"sm_{number}{'a' * (number == 90)}" if number in known else f"compute_{max(older, default=number)}"
 
 
+def runs(device: torch.device) -> bool:
+    """Returns whether a device has all instructions of the kernels, including fused attention."""
+    return capability(device) >= (8, 0)
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """Returns the compute capability of an NVIDIA GPU for which kernels can be compiled, (0, 0) of other devices."""
     return _capability(device)
 
 
 # The compiler cannot trace a search for libraries. torch.compiler.assume_constant_result would import the compiler.
-capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+runs._dynamo_marked_constant = capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=None)
@@ -217,6 +223,17 @@ def _module(source: str, constants: tuple[tuple[str, int], ...], index: int) -> 
     image = compiled(source, dict(constants), architecture(index))
     _check(_driver().cuModuleLoadData(byref(module), image), f"load {source}")
     return module
+
+
+def compile_together(programs: Sequence[tuple[str, Mapping[str, int]]], index: int) -> None:
+    """Compiles sources with their constants at the same time, one in each thread, and loads them on a device."""
+
+    def load(program: tuple[str, Mapping[str, int]]) -> None:
+        _enter_context(index)
+        _module(program[0], tuple(sorted(program[1].items())), index)
+
+    with ThreadPoolExecutor(len(programs)) as pool:
+        list(pool.map(load, programs))
 
 
 def run(device: torch.device, launches: Sequence[tuple[Kernel, int, int, int]], arguments: bytes) -> None:

@@ -237,6 +237,22 @@ def score(
     _plan(problem).run((query, key), weight, out, None if widths is None else widths.contiguous())
 
 
+@lru_cache(maxsize=None)
+def compile_ahead(
+    device: torch.device,
+    dtype: torch.dtype,
+    d: int,
+    n: int,
+    bases: tuple[str, ...],
+    scores: torch.dtype,
+    trains_weights: bool,
+) -> None:
+    """Compiles the kernels of forward and backward pass at the same time, where each would compile its own."""
+    problem = ScoreProblem(device, dtype, (1, 1, 1, d), (1, 1, 1, d), n, bases, scores)
+    programs = _forward_program(problem), _backward_program(problem._replace(need=(True, True, trains_weights)))
+    nvrtc.compile_together([(each.source, each.constants) for each in programs], device.index or 0)
+
+
 def score_backward(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], need: Need
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,7 +286,7 @@ def use_tiles(query: Tensor, weight: Tensor, bases: Sequence[str]) -> bool:
     if query.dtype == torch.float32 or n > attend.MAX_BLOCKS or d > attend.MAX_DIMENSIONS:
         return False
     whole = attend.kernel_shape(n, d // n, attend.CHUNK) == (n, d // n, attend.CHUNK)
-    return whole and set(bases) <= {"dis", "dot"} and nvrtc.capability(query.device) >= (8, 0)
+    return whole and set(bases) <= {"dis", "dot"} and nvrtc.runs(query.device)
 
 
 def _tile_call(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], scores: Tensor) -> AttentionCall:
