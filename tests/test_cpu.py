@@ -38,7 +38,7 @@ OTHERS = {
     "subset of bases": [((2, 2, 4, 33), n, 24, bases, FLOAT) for bases in SUBSETS for n in (24, 8)],
     "half precision": [((2, 2, 3, 37), n, 20, ALL, dtype) for dtype in HALVES for n in (20, 5)],
     "several chunks of queries and tiles of keys": [((1, 1, 150, 500), n, 9, ALL, FLOAT) for n in (9, 3)],
-    "few blocks, ranked in registers": [
+    "few blocks, ranked in registers, with gradients that are products": [
         ((1, 2, 70, 69), n, 4 * n, bases, FLOAT) for n in (2, 3, 16) for bases in (("dot",), ("l1", "dot", "dis"))
     ],
 }

@@ -111,8 +111,9 @@ typedef struct {
     } else                                                                      \
         __VA_ARGS__
 
-/* Sort the columns of a block. */
-static void FN(sort)(const step_t *network, V *x, int64_t d, int64_t height, int64_t vectors)
+/* Sort the columns of a block. With `skip_last`, a last step that compares neighbors (rows 1 and 2, rows 3 and 4, ...)
+ * is left to the caller. Returns whether it was. */
+static int FN(sort)(const step_t *network, V *x, int64_t d, int64_t height, int64_t vectors, int skip_last)
 {
     for (;; network++) {
         const int64_t step = network->step, advance = network->advance, end = network->end;
@@ -124,7 +125,10 @@ static void FN(sort)(const step_t *network, V *x, int64_t d, int64_t height, int
         case SORT16: GROUP(16, APPLY(S16, ROWS16))
         case SORT32: GROUP(32, APPLY(S16, ROWS16) APPLY(S16, NEXT16) MERGE_32)
         case MERGE32: KNOWN_STEP(2, GROUP(32, MERGE_32))
-        case CHAIN1: KNOWN_STEP(1, CHAIN(0, 2, CE(r[0], r[1])))
+        case CHAIN1:
+            if (skip_last && network[1].code == END)
+                return 1;
+            KNOWN_STEP(1, CHAIN(0, 2, CE(r[0], r[1])))
         case CHAIN2: KNOWN_STEP(1, CHAIN(1, 4, CE(r[1], r[3]) CE(r[2], r[4]) CE(r[0], r[1]) CE(r[2], r[3])))
         case CHAIN3: KNOWN_STEP(1, CHAIN(3, 8, CE(r[3], r[7]) CE(r[4], r[8]) CE(r[5], r[9]) CE(r[6], r[10])
                                                CE(r[1], r[3]) CE(r[2], r[4]) CE(r[5], r[7]) CE(r[6], r[8])
@@ -137,7 +141,7 @@ static void FN(sort)(const step_t *network, V *x, int64_t d, int64_t height, int
                                                 CE(r[9], r[11]) CE(r[10], r[12]) CE(r[13], r[15]) CE(r[14], r[16])
                                                 CE(r[0], r[1]) CE(r[2], r[3]) CE(r[4], r[5]) CE(r[6], r[7])
                                                 CE(r[8], r[9]) CE(r[10], r[11]) CE(r[12], r[13]) CE(r[14], r[15])))
-        default: return;
+        default: return 0;
         }
     }
 }
@@ -196,6 +200,10 @@ typedef struct {
     double *integrals;
     V *sums, *grad, *values, *ordered, *key_grad, *query_grad, *weight_grad;
     I *tags;
+    /* For FN(add_products), else NULL: `values` of DIS, followed by `values` of DOT; keys minus `origin`, d
+     * numbers; slopes summed over columns and over rows, [DIS or DOT][row or column][block]. */
+    V *both_values, *shifted, *row_sums, *column_sums;
+    T *origin;
 } FN(buffers);
 
 /* Copy the vectors from `first` on into the lanes of a panel. Lanes past the last vector repeat it: zeros would create
@@ -235,7 +243,10 @@ static int FN(load_queries)(const call_t *call, int64_t n, int64_t h, int64_t l,
             return FN(load_columns)(call, call->query, origin, stride, first, vectors, at->pitch, at->query);
         T *numbers = at->numbers;
         V *query = at->query + row * at->pitch;
-        FN(load)(call->query, call->dtype, &origin, 1, stride[3], d, numbers);
+        if (stride[3] == 1)
+            FN(load)(call->query, call->dtype, &origin, 1, 1, d, numbers);
+        else
+            FN(load)(call->query, call->dtype, &origin, 1, stride[3], d, numbers);
         for (int64_t i = 0; i < d; i++)
             query[i] = (V){0} + numbers[i];
         special |= FN(special)(numbers, d);
@@ -277,12 +288,13 @@ INLINE int FN(any)(I mask)
 /* Compute exp(-x / width) in place for a few rows x >= 0: 2^e is 2^(e - n) from a polynomial times 2^n, where n is the
  * integer next to e. Adding `magic` rounds to n and leaves n + BIAS in the lowest bits, the exponent of 2^n; n = -BIAS
  * gives 0. The rows advance together, because each waits for the previous step. */
-INLINE void FN(near)(V *x, int64_t rows, FN(width) width)
+INLINE void FN(near)(V *x, int64_t rows, FN(width) width, int bounded)
 {
     const T magic = (T)3 * ((INT)1 << (MANTISSA - 1)) + BIAS, power[] = {POWER};
     const int degree = sizeof power / sizeof *power - 1;
     V rounded[2 * ABREAST], sum[2 * ABREAST];
-    UNROLL for (int j = 0; j < rows; j++) x[j] = MIN((V){0} + width.limit, x[j]);
+    if (!bounded)
+        UNROLL for (int j = 0; j < rows; j++) x[j] = MIN((V){0} + width.limit, x[j]);
     UNROLL for (int j = 0; j < rows; j++) rounded[j] = x[j] * width.scale + magic;
     UNROLL for (int j = 0; j < rows; j++) x[j] = x[j] * width.scale - (rounded[j] - magic);
     UNROLL for (int j = 0; j < rows; j++) sum[j] = x[j] * power[degree] + power[degree - 1];
@@ -300,7 +312,7 @@ INLINE V FN(compare)(int32_t base, FN(width) width, V q, V k)
         return q * k;
     V distance = MAX(q - k, k - q);
     if (base == NEAR)
-        FN(near)(&distance, 1, width);
+        FN(near)(&distance, 1, width, 0);
     return distance;
 }
 
@@ -499,6 +511,14 @@ static int64_t FN(enough_tasks)(const plan_t *plan)
     return most(MIN_TASKS, call->n * call->heads * call->length * keys * call->d * call->n_bases / TASK_WORK);
 }
 
+/* Returns whether FN(add_products) saves time, because blocks are wide and enough queries share the shifted keys, and
+ * takes little memory. */
+static int FN(uses_products)(const call_t *call)
+{
+    const int wide = call->d >= 4 * call->blocks, small = call->d <= 2048 && call->blocks <= 64;
+    return wide && small && call->length >= 2 * QUERIES; /* which is not so if paired */
+}
+
 /* Place the buffers of a thread in its scratch area. Returns the size of the area. */
 static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(buffers) *buffers)
 {
@@ -538,6 +558,13 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
         buffers->key_grad = take(&arena, panel);
         buffers->query_grad = take(&arena, queries);
         buffers->weight_grad = take(&arena, weights * BYTES);
+        if (FN(uses_products)(call)) {
+            buffers->both_values = take(&arena, 2 * (blocks + 1) * columns * BYTES);
+            buffers->shifted = take(&arena, panel);
+            buffers->row_sums = take(&arena, 2 * rows * blocks * BYTES);
+            buffers->column_sums = take(&arena, 2 * vectors * blocks * BYTES);
+            buffers->origin = take(&arena, d * (int64_t)sizeof(T));
+        }
     }
     return arena.used;
 }
@@ -545,30 +572,48 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
 /* Compute similarities of a few columns from |q-k|, in place. Other bases have been sorted as they are. */
 INLINE void FN(from_distance)(int32_t base, FN(width) width, int64_t columns, V *x)
 {
-    if (base == NEAR)
-        FN(near)(x, columns, width);
+    if (base == NEAR || base == BOUNDED_NEAR)
+        FN(near)(x, columns, width, base == BOUNDED_NEAR);
     if (base == DIS)
         UNROLL for (int j = 0; j < columns; j++) x[j] *= x[j];
 }
 
-/* Add weights times rows to the sums. */
-INLINE void FN(weigh)(int32_t base, const FN(buffers) *at, const T *weights, int64_t first, int64_t columns)
+/* Add weights times rows to the sums. With `neighbors`, run the comparators that the sort skipped; with `keep`, the
+ * rows remain sorted. */
+INLINE void FN(weigh)(int32_t base, const FN(buffers) *at, const T *weights, int neighbors, int keep, int64_t first,
+                      int64_t columns)
 {
     const FN(width) near = at->width;
     const int64_t blocks = at->blocks, height = at->height;
-    V *x = at->x + first * height, *sums = at->sums + first, rows[2 * ABREAST];
+    V *x = at->x + first * height, *sums = at->sums + first, low[2 * ABREAST], *high = low + columns;
     for (int64_t i = 0; i < blocks;) {
-        const int64_t end = least(i + RUN, blocks);
+        const int64_t end = least(i - i % RUN + RUN + neighbors, blocks);
         V sum[ABREAST] = {{0}};
+        if (neighbors && i == 0) {
+            UNROLL for (int j = 0; j < columns; j++) low[j] = x[j * height];
+            FN(from_distance)(base, near, columns, low);
+            UNROLL for (int j = 0; j < columns; j++) sum[j] = weights[0] * low[j];
+            i++;
+        }
         for (; i + 1 < end; i += 2) {
-            UNROLL for (int j = 0; j < 2 * columns; j++) rows[j] = x[j / 2 * height + i + j % 2];
-            FN(from_distance)(base, near, 2 * columns, rows);
-            UNROLL for (int j = 0; j < 2 * columns; j++) sum[j / 2] += weights[i + j % 2] * rows[j];
+            UNROLL for (int j = 0; j < columns; j++) {
+                low[j] = x[j * height + i];
+                high[j] = x[j * height + i + 1];
+                if (neighbors)
+                    CE(low[j], high[j])
+                if (keep) {
+                    x[j * height + i] = low[j];
+                    x[j * height + i + 1] = high[j];
+                }
+            }
+            FN(from_distance)(base, near, 2 * columns, low);
+            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * low[j];
+            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i + 1] * high[j];
         }
         for (; i < end; i++) {
-            UNROLL for (int j = 0; j < columns; j++) rows[j] = x[j * height + i];
-            FN(from_distance)(base, near, columns, rows);
-            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * rows[j];
+            UNROLL for (int j = 0; j < columns; j++) low[j] = x[j * height + i];
+            FN(from_distance)(base, near, columns, low);
+            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * low[j];
         }
         UNROLL for (int j = 0; j < columns; j++) sums[j] += sum[j];
     }
@@ -598,8 +643,10 @@ static void FN(sort_and_weigh)(const step_t *network, const FN(buffers) *at, con
     case 8: SORT_AND_WEIGH(8, APPLY(S8, ROWS8))
     case 16: SORT_AND_WEIGH(16, APPLY(S16, ROWS16))
     default:
-        FN(sort)(network, at->x, at->blocks, height, vectors);
-        ACROSS(FN(weigh), L1, at, weights)
+        if (FN(sort)(network, at->x, at->blocks, height, vectors, 1))
+            ACROSS(FN(weigh), L1, at, weights, 1, 0)
+        else
+            ACROSS(FN(weigh), L1, at, weights, 0, 0)
     }
 }
 
@@ -731,21 +778,38 @@ static void FN(forward_flat)(const call_t *call, const FN(buffers) *at, int64_t 
 }
 
 #define WEIGH(base)                                                             \
-    if (mode == UNKNOWN_LAST)                                                   \
-        for (int64_t v = 0; v < vectors; v++)                                   \
-            FN(weigh_known)(base, at, at->stretched + b * at->d, call->n_bases * at->d, v); \
-    else                                                                        \
-        ACROSS(FN(weigh), base, at, weights)                                    \
-    break;
+    {                                                                           \
+        if (mode == UNKNOWN_LAST)                                               \
+            for (int64_t v = 0; v < vectors; v++)                               \
+                FN(weigh_known)(base, at, at->stretched + b * at->d, call->n_bases * at->d, v); \
+        else if (neighbors)                                                     \
+            ACROSS(FN(weigh), base, at, weights, 1, 1)                          \
+        else                                                                    \
+            ACROSS(FN(weigh), base, at, weights, 0, 0)                          \
+    }
 
-static void FN(weigh_shared)(const call_t *call, const FN(buffers) *at, int mode, int64_t b, int64_t vectors)
+/* Returns whether all sorted |q-k| are below the limit, in their last two rows, which the sort may not have ordered. */
+static int FN(is_bounded)(const FN(buffers) *at, int64_t vectors)
+{
+    I above = {0};
+    for (int64_t v = 0; v < vectors; v++)
+        for (int64_t i = most(0, at->d - 2); i < at->d; i++)
+            above |= ~(at->x[v * at->height + i] < (V){0} + at->width.limit);
+    return !FN(any)(above);
+}
+
+static void FN(weigh_shared)(const call_t *call, const FN(buffers) *at, int mode, int neighbors, int64_t b,
+                             int64_t vectors)
 {
     const T *weights = at->weights + b * at->d;
-    switch (call->bases[b]) {
-    case DIS: WEIGH(DIS)
-    case NEAR: WEIGH(NEAR)
-    default: WEIGH(L1)
-    }
+    if (call->bases[b] == DIS)
+        WEIGH(DIS)
+    else if (call->bases[b] != NEAR)
+        WEIGH(L1)
+    else if (FN(is_bounded)(at, vectors))
+        WEIGH(BOUNDED_NEAR)
+    else
+        WEIGH(NEAR)
 }
 
 /* Sort |q-k| of single dimensions, or q*k if `dot`, once for all bases that need it. */
@@ -757,11 +821,12 @@ static void FN(forward_shared)(const call_t *call, const FN(buffers) *at, int do
         if (mode == UNKNOWN_LAST)
             FN(count_known)(call, &one, vectors);
         const step_t *network = FN(fill)(dot ? DOT : L1, mode, &one, 0, vectors);
-        FN(sort)(network, one.x, at->d, at->height, vectors);
+        int neighbors = FN(sort)(network, one.x, at->d, at->height, vectors, mode != UNKNOWN_LAST);
         for (int64_t b = 0; b < call->n_bases; b++)
             if ((call->bases[b] == DOT) == dot && (mode == NAN_ASIDE || !FN(is_flat)(at, b))) {
                 one.width = at->widths[b];
-                FN(weigh_shared)(call, &one, mode, b, vectors);
+                FN(weigh_shared)(call, &one, mode, neighbors, b, vectors);
+                neighbors = 0;
             }
     }
 }
@@ -1013,7 +1078,7 @@ static void FN(sort_and_rank)(const step_t *network, const FN(buffers) *at, cons
         FN(rank_few)(network->code, at, weights, weight_grad, vectors);
         return;
     }
-    FN(sort)(network, at->x, at->blocks, at->height, vectors);
+    FN(sort)(network, at->x, at->blocks, at->height, vectors, 0);
     if (by_rank)
         ACROSS(FN(add_weights), at, weights, weight_grad, mask)
     else
@@ -1116,6 +1181,107 @@ static void FN(add_block_slopes)(int32_t base, const FN(buffers) *at, int64_t ro
     }
 }
 
+/* DIS and DOT together, for blocks `block` to `end`: with the slopes a of DIS and b of DOT, a query has the gradient
+ *     sum a (q - k) + b k = sum (b - a) (k - o) + (q - o) sum a + o sum b
+ * and a key the same with q and k exchanged. A product with b - a replaces one with each of them. This function also
+ * adds up a and b; FN(add_sums) adds the other terms, once per query and key. The origin o is the mean key: far from
+ * zero, q and k themselves would lose digits. */
+INLINE void FN(product_tile)(int bases, const FN(buffers) *at, int64_t rows, int64_t vectors, int64_t block,
+                             int64_t end, int64_t row, int64_t queries, int64_t v, int64_t columns)
+{
+    const int64_t pitch = at->pitch, blocks = at->blocks, rank_pitch = blocks + 1, width = at->d / blocks;
+    const int64_t c = row * vectors + v, dis = bases & 1 << DIS;
+    const V *query = at->query + row * pitch, *keys = (dis ? at->shifted : at->keys) + v * pitch;
+    const V *grads = at->grad + c;
+    V *query_grad = at->query_grad + row * pitch, *key_grad = at->key_grad + v * pitch;
+    for (; block < end; block++) {
+        V factor[QUERIES * ABREAST] = {{0}};
+        UNROLL for (int base = DIS; base <= DOT; base++) {
+            const V *weights = at->both_values + (base * rows * vectors + c) * rank_pitch + block;
+            V *by_row = at->row_sums + (base * QUERIES + row) * blocks + block, row_sum[QUERIES] = {{0}};
+            V *by_column = at->column_sums + (base * vectors + v) * blocks + block, column_sum[ABREAST] = {{0}};
+            if (!(bases & 1 << base))
+                continue;
+            UNROLL for (int r = 0; r < queries; r++)
+                UNROLL for (int j = 0; j < columns; j++) {
+                    const V slope = weights[(r * vectors + j) * rank_pitch] * grads[r * vectors + j];
+                    V *to = factor + r * ABREAST + j;
+                    *to = base == DIS ? *to - slope : *to + slope;
+                    row_sum[r] += slope;
+                    column_sum[j] += slope;
+                }
+            if (dis) {
+                UNROLL for (int r = 0; r < queries; r++) by_row[r * blocks] += row_sum[r];
+                UNROLL for (int j = 0; j < columns; j++) by_column[j * blocks] += column_sum[j];
+            }
+        }
+        for (int64_t i = block * width; i < (block + 1) * width; i++) {
+            V q[QUERIES], sum[QUERIES];
+            UNROLL for (int r = 0; r < queries; r++) q[r] = query[r * pitch + i];
+            UNROLL for (int r = 0; r < queries; r++) sum[r] = query_grad[r * pitch + i];
+            UNROLL for (int j = 0; j < columns; j++) {
+                const V k = keys[j * pitch + i];
+                V grad = key_grad[j * pitch + i];
+                UNROLL for (int r = 0; r < queries; r++) {
+                    sum[r] += factor[r * ABREAST + j] * k;
+                    grad += factor[r * ABREAST + j] * q[r];
+                }
+                key_grad[j * pitch + i] = grad;
+            }
+            UNROLL for (int r = 0; r < queries; r++) query_grad[r * pitch + i] = sum[r];
+        }
+    }
+}
+
+/* Add (x - o) sum a + o sum b to the gradients of `count` queries or keys, given their columns x - o. */
+static void FN(add_sums)(const FN(buffers) *at, const V *x, const V *sums, int64_t capacity, int64_t count, V *grad)
+{
+    const int64_t blocks = at->blocks, width = at->d / blocks;
+    for (int64_t each = 0; each < count; each++, x += at->pitch, grad += at->pitch)
+        for (int64_t block = 0; block < blocks; block++) {
+            const V a = sums[each * blocks + block], b = sums[(capacity + each) * blocks + block];
+            for (int64_t i = block * width; i < (block + 1) * width; i++)
+                grad[i] += a * x[i] + b * at->origin[i];
+        }
+}
+
+/* Add to the gradients of queries and keys. `bases` has a bit for DIS and one for DOT. */
+static void FN(add_products)(int bases, const FN(buffers) *at, int64_t rows, int64_t vectors)
+{
+    const int64_t step = most(1, RUN * at->blocks / at->d);
+    if (bases & 1 << DIS) {
+        memset(at->row_sums, 0, (size_t)(2 * QUERIES * at->blocks * BYTES));
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t i = 0; i < at->d; i++)
+                at->query[row * at->pitch + i] -= at->origin[i];
+    }
+    for (int64_t block = 0; block < at->blocks; block += step) {
+        const int64_t end = least(block + step, at->blocks);
+        switch (bases) {
+        case 1 << DIS: TILES(FN(product_tile), 1 << DIS, at, rows, vectors, block, end) break;
+        case 1 << DOT: TILES(FN(product_tile), 1 << DOT, at, rows, vectors, block, end) break;
+        default: TILES(FN(product_tile), 1 << DIS | 1 << DOT, at, rows, vectors, block, end)
+        }
+    }
+    if (bases & 1 << DIS)
+        FN(add_sums)(at, at->query, at->row_sums, QUERIES, rows, at->query_grad);
+}
+
+/* Choose the mean of a panel's keys as origin. */
+static void FN(shift_keys)(const FN(buffers) *at, int64_t vectors)
+{
+    for (int64_t i = 0; i < at->d; i++) {
+        V sum = {0};
+        T mean = 0;
+        for (int64_t v = 0; v < vectors; v++)
+            sum += at->keys[v * at->pitch + i];
+        UNROLL for (int lane = 0; lane < LANES; lane++) mean += sum[lane];
+        at->origin[i] = mean /= (T)(vectors * LANES);
+        for (int64_t v = 0; v < vectors; v++)
+            at->shifted[v * at->pitch + i] = at->keys[v * at->pitch + i] - mean;
+    }
+}
+
 /* Returns the sum of all lanes of row i. */
 INLINE T FN(total)(const V *rows, int64_t i)
 {
@@ -1130,6 +1296,8 @@ static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t
 {
     const int by_rank = (call->need & (NEED_QUERY | NEED_KEY)) != 0;
     const int mode = by_rank && special ? BOUNDED : by_rank && !FN(is_few)(at->network) ? TAGGED : PLAIN;
+    const int products = at->shifted && by_rank && !special;
+    int together = 0; /* bases for FN(add_products) */
     INT mask = 0;
     while (mask < at->blocks - 1)
         mask = 2 * mask + 1;
@@ -1152,16 +1320,23 @@ static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t
                     FN(add_slopes)(base, &one, vectors);
             }
         } else {
-            FN(fill_blocks)(base, mode, at, mask, rows, vectors);
+            FN(buffers) each = *at;
+            if (products && base != L1)
+                each.values = at->both_values + base * rows * vectors * (at->blocks + 1);
+            FN(fill_blocks)(base, mode, &each, mask, rows, vectors);
             for (int64_t c = 0; c < rows * vectors; c += MAX_VECTORS) {
-                const FN(buffers) some = FN(from_column)(at, c);
+                const FN(buffers) some = FN(from_column)(&each, c);
                 FN(sort_and_rank)(at->network, &some, weights, weight_grad, mask, by_rank, mode,
                                   least(MAX_VECTORS, rows * vectors - c));
             }
-            if (by_rank)
+            if (products && base != L1)
+                together |= 1 << base;
+            else if (by_rank)
                 FN(add_block_slopes)(base, at, rows, vectors);
         }
     }
+    if (together)
+        FN(add_products)(together, at, rows, vectors);
 }
 
 /* Write the sums of the first `lanes` lanes to gradients that are `step` apart, or with `again` add them. */
@@ -1198,6 +1373,12 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
         at.tags[i] = (I){0} + (INT)i;
     memset(at.key_grad, 0, (size_t)(at.pitch * plan->vectors * BYTES));
     memset(at.weight_grad, 0, (size_t)(weights * BYTES));
+    const size_t sums_bytes = (size_t)(2 * plan->vectors * call->blocks * BYTES);
+    int shift = 0;
+    for (int64_t b = 0; b < call->n_bases; b++)
+        shift |= at.shifted && call->bases[b] == DIS;
+    if (shift)
+        memset(at.column_sums, 0, sums_bytes);
     for (int64_t n = group * call->n / groups; n < (group + 1) * call->n / groups; n++)
         for (int64_t panel = tile * plan->panels / tiles; panel < (tile + 1) * plan->panels / tiles; panel++) {
             const int64_t pair = n * call->heads + h, first = panel * plan->vectors * LANES;
@@ -1206,6 +1387,9 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
             const int64_t place = (call->paired ? first * call->heads + h : pair * call->count + first) * d;
             const int64_t step = call->paired ? call->heads * d : d;
             const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
+            const int shifted = shift && !special_keys;
+            if (shifted)
+                FN(shift_keys)(&at, vectors);
             memset(at.grad, 0, (size_t)((call->paired ? 1 : QUERIES) * vectors * BYTES));
             for (int64_t row = 0; row < plan->rows; row += QUERIES) {
                 const int64_t rows = least(QUERIES, plan->rows - row), l = plan->first + row, end = row + rows;
@@ -1227,9 +1411,14 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
                     for (int64_t i = 0; i < d; i++)
                         query_grad[i] += FN(total)(at.query_grad + r * at.pitch, i);
                 }
-                if (call->need & NEED_KEY && (end % QUERY_CHUNK == 0 || end == plan->rows))
+                if (call->need & NEED_KEY && (end % QUERY_CHUNK == 0 || end == plan->rows)) {
+                    if (shifted) {
+                        FN(add_sums)(&at, at.shifted, at.column_sums, vectors, vectors, at.key_grad);
+                        memset(at.column_sums, 0, sums_bytes);
+                    }
                     FN(flush_lanes)(at.key_grad, at.pitch, (T *)call->key_grad + place, step, d, keys,
                                     plan->first || end > QUERY_CHUNK);
+                }
                 since_flush += rows * vectors;
                 if (since_flush >= RUN) {
                     FN(flush_weights)(at.weight_grad, weight_grad, weights);
