@@ -40,19 +40,6 @@ def test_rows_are_replaced_by_the_named_columns(tmp_path):
         assert read(results.path) == results.rows
 
 
-def test_rows_of_another_device_are_kept_and_do_not_count(tmp_path):
-    foreign = {"a": "1", "device": "another"}
-    write(tmp_path / "rows.csv", [foreign])
-    results = ResultTable(tmp_path / "rows.csv", "cpu")
-    assert not results.has({"a": 1})
-    results.replace([{"a": 1}])
-    assert results.has({"a": 1})
-    assert not results.has({"a": 2})
-    assert read(results.path)[0].items() >= foreign.items()
-    assert results.own_rows == read(results.path)[1:]
-    assert results.own_rows[0].items() >= results.origin.items()
-
-
 def test_stored_results_keep_their_format(tmp_path):
     for path in RESULTS.glob("*.csv"):
         write(tmp_path / path.name, read(path))

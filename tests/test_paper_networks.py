@@ -1,4 +1,4 @@
-"""The networks of the paper: retrieval, energies, training by gradients, and tables."""
+"""The networks of the paper: retrieval, energies and training by gradients."""
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from ahop_layers.memory.variants import Mixed
 from ahop_layers.separation import entmax15, sparsemax
 from benchmarks.paper.networks import NETWORKS, Network, Power
 from benchmarks.paper.retrieval.accuracy import most_likely, retrieval_accuracy, retrieval_error
-from benchmarks.paper.table import KNOTS, TableSimilarity
 from benchmarks.paper.training import train
 
 
@@ -132,19 +131,3 @@ def test_training_improves_on_the_fixed_similarity(variant, name, share):
     assert retrieval_error(network, index, query) < error
     assert (network.bias - variant.shift(patterns)).abs().mean() < 0.1
     assert all(parameter.requires_grad for parameter in network.parameters())
-
-
-def test_a_table_is_interpolated_and_extrapolated():
-    similarity = TableSimilarity(torch.tensor([[1.0]])).double()
-    with torch.no_grad():
-        similarity.table.copy_(torch.randn(KNOTS))
-    knots = [
-        torch.linspace(-reach, reach, count, dtype=torch.float64)[:, None]
-        for reach, count in zip((2, 1), KNOTS, strict=True)
-    ]
-    torch.testing.assert_close(similarity(*knots), similarity.table)
-    middle = [(each[1:] + each[:-1]) / 2 for each in knots]
-    mean = functional.avg_pool2d(similarity.table[None], 2, 1)[0]
-    torch.testing.assert_close(similarity(*middle), mean)
-    ends, above = similarity.table[-2:], torch.full((1, 1), 2.1, dtype=torch.float64)
-    torch.testing.assert_close(similarity(above, knots[1]), 2 * ends[1:] - ends[:1])
