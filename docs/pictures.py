@@ -22,14 +22,14 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 import ahop_layers as ah
-from ahop_layers.plots import COLORS
+from ahop_layers.plots import LINES
 from benchmarks.harness import report
 from benchmarks.harness.report import GRAY
 from benchmarks.paper.networks import Network
 from benchmarks.paper.training import train
 
 HERE = Path(__file__).parent
-ORIGIN, OTHER = COLORS["dot"], COLORS["dis"]
+ORIGIN, OTHER = LINES["dot"][0], LINES["dis"][0]
 PATCHES = ah.patches(8, 8, 2)
 STYLE = {**report.STYLE, "svg.fonttype": "path", "font.size": 12}  # text as paths: independent of fonts
 # Without date and version of matplotlib, so that the same picture has the same bytes.

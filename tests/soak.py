@@ -56,15 +56,9 @@ class Draw:
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Normal values in a random memory layout: contiguous, transposed, or a slice of a larger tensor."""
-        layout = self.choose.choice(("contiguous", "transposed", "slice"))
         wide = torch.float64 if dtype == torch.float64 else torch.float32  # float64 of float32 values would have ties
-        if layout == "transposed" and len(shape) > 1:
-            flipped = (*shape[:-2], shape[-1], shape[-2])
-            return torch.randn(flipped, generator=self.generator, dtype=wide).to(dtype).mT
-        if layout == "slice":
-            larger = torch.randn(*shape[:-1], shape[-1] + 3, generator=self.generator, dtype=wide).to(dtype)
-            return larger[..., 1:-2]
-        return torch.randn(shape, generator=self.generator, dtype=wide).to(dtype)
+        rows = torch.randn(*shape[:-1], shape[-1] + 3, generator=self.generator, dtype=wide).to(dtype)[..., 1:-2]
+        return self.choose.choice((rows, rows.contiguous(), rows.mT.contiguous().mT))
 
     def blocks(self, d: int) -> int:
         """A number of blocks that divides d; every second one is d itself."""
@@ -142,45 +136,37 @@ def unequal_blocks(draw: Draw) -> None:
 
 
 def attention(draw: Draw) -> None:
-    """``AdaptiveAttention`` at initialization against ``nn.MultiheadAttention``, with masks."""
-    heads, n, length = draw.integer(1, 4), draw.integer(1, 3), draw.integer(1, 20)
-    d = draw.integer(1, 16)
-    width = heads * d
+    """``AdaptiveAttention`` at initialization against ``nn.MultiheadAttention``, with a mask of one kind."""
+    heads, d, n, length = draw.integer(1, 4), draw.integer(1, 16), draw.integer(1, 3), draw.integer(1, 20)
     options = {"bias": bool(draw.integer(0, 1)), "add_zero_attn": bool(draw.integer(0, 1)), "batch_first": True}
-    adaptive = ah.AdaptiveAttention(width, heads, **options, blocks=draw.blocks(d)).eval()
-    plain = nn.MultiheadAttention(width, heads, **options).eval()
-    adaptive.load_state_dict(plain.state_dict())
-    x = draw.normal(n, length, width)
-    padding = draw.mask(n, length)
+    adaptive = ah.AdaptiveAttention(heads * d, heads, **options, blocks=draw.blocks(d)).eval()
+    plain = nn.MultiheadAttention(heads * d, heads, **options).eval()
+    x, padding = draw.normal(n, length, heads * d), draw.mask(n, length)
     padding[:, 0] = False  # a fully masked row is NaN in nn.MultiheadAttention
-    causal = torch.ones(length, length, dtype=torch.bool).triu(1) if draw.integer(0, 1) else None
-    if causal is not None:
-        padding[:] = False
-    with torch.no_grad():
-        got, expected = (module(x, x, x, key_padding_mask=padding, attn_mask=causal)[0] for module in (adaptive, plain))
-    check(relative_error(got, expected.double()), 0.0, f"attention {width} {heads} {options}")
+    causal = torch.ones(length, length, dtype=torch.bool).triu(1)
+    masks = {"attn_mask": causal} if draw.integer(0, 1) else {"key_padding_mask": padding}
+    agree(adaptive, plain, lambda layer: layer(x, x, x, **masks)[0], f"attention {heads} x {d} {options}")
 
 
 def hopfield_layers(draw: Draw) -> None:
     """Each adaptive Hopfield layer at initialization against the plain layer with the same weights."""
     name = draw.choose.choice(("Hopfield", "HopfieldLayer", "HopfieldPooling"))
     heads, d = draw.integer(1, 3), draw.integer(1, 8)
-    options = {
-        "input_size": heads * d,
-        "num_heads": heads,
-        "update_steps_max": draw.integer(0, 2),
-        "add_zero_association": bool(draw.integer(0, 1)),
-        "normalize_stored_pattern": True,
-    }
+    options = {"num_heads": heads, "update_steps_max": draw.integer(0, 2), "normalize_stored_pattern": True}
+    options |= {"input_size": heads * d, "add_zero_association": bool(draw.integer(0, 1))}
     options |= {} if name == "Hopfield" else {"quantity": draw.integer(1, 4)}
     plain = getattr(hopfield, name)(**options).eval()
     adaptive = getattr(ah, f"Adaptive{name}")(**options, blocks=draw.blocks(d)).eval()
-    adaptive.load_state_dict(plain.state_dict())
-    x = draw.normal(draw.integer(1, 3), draw.integer(1, 12), options["input_size"])
+    x = draw.normal(draw.integer(1, 3), draw.integer(1, 12), heads * d)
     mask = None if name == "HopfieldLayer" else draw.mask(*x.shape[:2])
+    agree(adaptive, plain, lambda layer: layer(x, stored_pattern_padding_mask=mask), f"{name} {options}")
+
+
+def agree(adaptive: nn.Module, plain: nn.Module, call: Callable[[nn.Module], Tensor], what: str) -> None:
+    """Raises unless an adaptive layer with the weights of a plain one computes the same."""
+    adaptive.load_state_dict(plain.state_dict())
     with torch.no_grad():
-        got, expected = (layer(x, stored_pattern_padding_mask=mask) for layer in (adaptive, plain))
-    check(relative_error(got, expected.double()), 0.0, f"{name} {options}")
+        check(relative_error(call(adaptive), call(plain).double()), 0.0, what)
 
 
 def packed_bags(draw: Draw) -> None:
@@ -248,26 +234,24 @@ def readers_and_a_writer(draw: Draw) -> None:
         rows[:, 0] = rows[:, 0].nan_to_num(0.5)
     memory = ah.AssociativeMemory(rows[:count], labels=range(count), ids=range(count))
     query = rows[draw.integer(0, 3) : count : 5] + 0.01
-    changes = [(draw.integer(0, count - 1), rows[count + at], 1000 + at) for at in range(9)]
+    replaced = [draw.integer(0, count - 1) for _ in range(9)]
 
     def change(memory: ah.AssociativeMemory, at: int) -> None:
-        number, row, fresh = changes[at]
-        if at % 3 == 0:
-            memory.add(row[None], labels=[fresh], ids=[fresh])
-        elif at % 3 == 1:
-            memory.add(row[None], labels=[fresh], ids=[number], replace=True)
-        else:
+        if at % 3 == 2:
             memory.remove(ids=[1000 + at - 2])
+        else:  # a new one, or another one in the place of a stored one
+            ids = [replaced[at] if at % 3 else 1000 + at]
+            memory.add(rows[count + at][None], labels=[1000 + at], ids=ids, replace=at % 3 == 1)
 
     replayed = copy.deepcopy(memory)
     states = [found_in(replayed, query)]
-    for at in range(len(changes)):
+    for at in range(len(replaced)):
         change(replayed, at)
         states.append(found_in(replayed, query))
     done = 0  # changes so far
 
     def read(find: Callable[[ah.AssociativeMemory, Tensor], list[Any]]) -> None:
-        while done < len(changes):
+        while done < len(replaced):
             before = done
             found = find(memory, query)
             possible = states[before : done + 2]  # a change is counted after it was made
@@ -277,7 +261,7 @@ def readers_and_a_writer(draw: Draw) -> None:
 
     def write() -> None:
         nonlocal done
-        for at in range(len(changes)):
+        for at in range(len(replaced)):
             change(memory, at)
             done += 1
             time.sleep(0.002)
@@ -303,11 +287,6 @@ CHECKS = (
 )  # fmt: skip
 
 
-def in_process(function: Callable[[Draw], None], seed: int) -> None:
-    """The check in this thread."""
-    function(Draw(seed))
-
-
 def in_threads(function: Callable[[Draw], None], seed: int) -> None:
     """The check in four threads at once, each with its own inputs."""
     with ThreadPoolExecutor(4) as pool:
@@ -319,15 +298,13 @@ def in_fork(function: Callable[[Draw], None], seed: int) -> None:
 
     The child computes scores only: PyTorch's own matrix products and autograd do not support a fork after threads.
     """
-    function(Draw(seed))
-    draw = Draw(seed)
+    function(draw := Draw(seed))
     inputs = draw.normal(2, 40, 64), draw.normal(2, 50, 64), torch.randn(2, 64, generator=draw.generator)
     expected = ah.adaptive_similarity(*inputs)
     child = os.fork()
     if child == 0:
         os._exit(0 if torch.equal(ah.adaptive_similarity(*inputs), expected) else 1)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status:
+    if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
         raise RuntimeError(f"forked process ended with status {status}")
 
 
@@ -383,29 +360,26 @@ def main() -> int:
     memory: list[tuple[int, int]] = []  # in use, and tensors read, at 120 equal intervals, of at least a second
     while (passed := time.monotonic() - begin) < 60 * args.minutes:
         choose = random.Random(seed)
-        function = choose.choice(CHECKS)
-        how = choose.choices((in_process, in_threads, in_fork), weights=(8, 1, 1))[0]
+        function, how = choose.choice(CHECKS), choose.choice((None,) * 8 + (in_threads, in_fork))
         try:
-            how(function, seed)
+            how(function, seed) if how else function(Draw(seed))
         except Exception as error:
-            print(f"FAILED: {function.__name__} {how.__name__} seed {seed}: {type(error).__name__}: {error}")
+            print(f"FAILED: {function.__name__} {how and how.__name__} seed {seed}: {type(error).__name__}: {error}")
             return 1
-        done.update((function.__name__, how.__name__))
+        done[function.__name__] += 1
         seed += 10
         if passed >= len(memory) * max(1.0, args.minutes / 2):
             memory.append((in_use(), sum(READ)))
             if len(memory) % 10 == 0:
                 used = memory[-1][0] / 2**20
-                print(f"{passed / 60:6.1f} min, {done.total() // 2} rounds, {used:.1f} MiB", flush=True)
+                print(f"{passed / 60:6.1f} min, {done.total()} rounds, {used:.1f} MiB", flush=True)
     quarter = max(1, len(memory) // 4)
-    counts = ", ".join(f"{name} {count}" for name, count in sorted(done.items()))
-    print(f"{done.total() // 2} rounds in {args.minutes:g} minutes: {counts}")
+    print(f"{done.total()} rounds in {args.minutes:g} minutes: {dict(done)}")
     kept = kept_by_safetensors()
-    print(f"{kept:.0f} bytes for each of {sum(READ)} tensors read are kept by safetensors")
-    for name, of_tensor in (("memory in use", 0.0), ("without that of safetensors", kept)):
-        own = [used - of_tensor * read for used, read in memory]
-        before, after = median(own[quarter : 2 * quarter]), median(own[-quarter:])
-        print(f"{name}: {before / 2**20:.1f} MiB, then {after / 2**20:.1f} MiB: {after / before - 1:+.2%}")
+    print(f"{kept:.0f} bytes for each of {sum(READ)} tensors read are kept by safetensors, and deducted")
+    own = [used - kept * read for used, read in memory]
+    before, after = median(own[quarter : 2 * quarter]), median(own[-quarter:])
+    print(f"memory in use: {before / 2**20:.1f} MiB, then {after / 2**20:.1f} MiB: {after / before - 1:+.2%}")
     if after / before - 1 > MEMORY_GROWTH:
         print(f"FAILED: memory in use grew by more than {MEMORY_GROWTH:.0%}")
         return 1

@@ -118,16 +118,6 @@ def test_figures_in_the_text_are_in_their_table(page):
         assert quoted <= {*found, *(f"{float(figure):.3f}" for figure in found)}, f"figures that are not in {names}"
 
 
-def test_rows_of_other_devices_and_incomplete_runs_are_left_out(monkeypatch):
-    rows, kept = pages.rows_of("retrieval.csv"), pages.retrieval_rows("accuracy")
-    others = [{**row, "device": "another", "accuracy": "0"} for row in kept if row["run"] == "0"]
-    monkeypatch.setattr(pages, "rows_of", lambda file: [*rows, *others])
-    assert pages.retrieval_rows("accuracy") == kept
-    partly = [row for row in rows if (row["system"], row["run"]) != ("M-Hop", "4")]
-    monkeypatch.setattr(pages, "rows_of", lambda file: partly)
-    assert {row["run"] for row in pages.retrieval_rows("accuracy")} == {"0", "1", "2", "3"}
-
-
 def test_the_tests_of_promises_exist():
     text = (DOCS / "testing.md").read_text().partition("## Promises and their tests")[2].partition("\n## ")[0]
     named = re.findall(r"`(\w+)\.py::(\w+)`", text)

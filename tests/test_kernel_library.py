@@ -23,12 +23,6 @@ compiles = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 ONES = torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 3)
 
 
-def in_process(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python with the package and some environment variables."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
 @pytest.fixture
 def reload(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Loads the library that a value of AHOP_CPU_LIBRARY names, as a new process would."""
@@ -106,27 +100,11 @@ def test_a_variable_that_names_no_file_is_an_error(path, reload, tmp_path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [("-O1 'open", "AHOP_CFLAGS must be"), pytest.param("-no-such-flag", "-no-such-flag", marks=pytest.mark.full)],
-)
-def test_flags_that_cannot_be_used_leave_the_kernel_out(tmp_path, flags, reason):
-    folders = f"--build-lib={tmp_path}", f"--build-temp={tmp_path}"
-    done = in_process("setup.py", "build_ext", *folders, AHOP_CFLAGS=flags)
+def test_flags_that_cannot_be_used_leave_the_kernel_out(tmp_path):
+    command = [sys.executable, "setup.py", "build_ext", f"--build-lib={tmp_path}", f"--build-temp={tmp_path}"]
+    environment = os.environ | {"AHOP_CFLAGS": "-O1 'open"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "the native CPU kernel was not built, plain PyTorch is used instead: " in done.stderr
-    assert reason in done.stdout + done.stderr  # compilers differ in where they write
+    assert "AHOP_CFLAGS must be" in done.stdout + done.stderr
     assert not list(tmp_path.rglob("_footprint.*"))
-
-
-@pytest.mark.slow
-@built
-def test_a_library_newer_than_its_sources_is_copied_not_compiled(tmp_path):
-    sources = *LIBRARY.parent.glob("*.[ch]"), ROOT / "setup.py"
-    if LIBRARY.stat().st_mtime <= max(path.stat().st_mtime for path in sources):
-        pytest.skip("the library is older than its sources")
-    folders = f"--build-lib={tmp_path}", f"--build-temp={tmp_path}"
-    done = in_process("setup.py", "-q", "build_ext", *folders, AHOP_CFLAGS="", PATH=str(tmp_path))  # without a compiler
-    assert done.returncode == 0, done.stderr
-    (built_library,) = tmp_path.rglob("_footprint.so")
-    assert built_library.read_bytes() == LIBRARY.read_bytes()

@@ -43,21 +43,6 @@ def command(home, out, epochs=2):
     return [*where, "--batch-size", "4", "--lr", "1e-2", "--epochs", str(epochs)]
 
 
-def test_a_bag_is_pooled_by_itself_and_may_be_empty():
-    options = mil.argparse.Namespace(width=16, heads=2, head_width=4, scaling=1.0, dropout=0.5)
-    for pooling in ("adaptive", "dot"):
-        model = mil.BagClassifier(torch.nn.Identity(), pooling, options).eval()
-        instances, sizes = torch.randn(9, 16, requires_grad=True), [3, 0, 1, 5]
-        logits, _ = model(instances, sizes)
-        logits.sum().backward()
-        assert torch.isfinite(instances.grad).all()
-        for number, bag in enumerate(instances.split(sizes)):
-            alone, alone_weights = model(bag, [len(bag)])
-            torch.testing.assert_close(logits[number], alone[0])
-            torch.testing.assert_close(alone_weights.sum(), torch.tensor(float(len(bag) > 0)))
-        assert {each.requires_grad for each in mil.ah.similarity_parameters(model)} == {pooling == "adaptive"}
-
-
 def test_what_a_run_writes_and_a_resumed_run_continues(tmp_path):
     home = slides(tmp_path, bags=40, signal=6.0)
     save(home / "slide0.pt", torch.empty(0, 6))  # an empty bag among the others

@@ -7,8 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import ahop_layers as ah
 from ahop_layers.memory import search as search_module
@@ -148,15 +146,6 @@ def test_gradients_with_missing_values_are_finite_and_right():
     assert torch.autograd.gradcheck(lambda weight: ah.adaptive_similarity(query, key, weight, **options), weight)
 
 
-def test_tiles_with_missing_values_equal_one_tile(monkeypatch):
-    query, key, weight = torch.randn(9, 6), torch.randn(11, 6), torch.randn(2, 6)
-    query[torch.rand(9, 6) < 0.3] = torch.nan
-    options = {"bases": ("l1", "dot"), "missing": True, "backend": "chunked"}
-    expected = ah.adaptive_similarity(query, key, weight, **options)
-    monkeypatch.setattr(chunked, "SCRATCH_BYTES", 4000)
-    assert torch.equal(ah.adaptive_similarity(query, key, weight, **options), expected)
-
-
 def check(memory, query, scores):
     """Every result follows from the scores by hand."""
     torch.testing.assert_close(memory.scores(query), scores)
@@ -258,36 +247,6 @@ def test_the_norm_of_stored_blocks_counts_their_known_values(blocks):
     torch.testing.assert_close(similarity.norm, torch.stack(squares).mean().sqrt())
     flat = ah.AdaptiveSimilarity(6, blocks=entry).double().fix_scales_(0 * patterns + 1)
     assert flat.norm == 0
-
-
-@settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 10**6), blocks=st.sampled_from(["normalized", "normalized permuted", "normalized unequal"]))
-def test_a_normalized_block_is_filled_or_without_correlation_at_any_scale_and_offset(seed, blocks):
-    entry, query, key = BLOCKS[blocks], random(1, 6, seed=seed), random(1, 6, seed=seed + 1)
-    numbers = entry.numbers(6)
-    gone = torch.rand(6, generator=torch.Generator().manual_seed(seed)) < 0.5
-    similarity = ah.AdaptiveSimilarity(6, blocks=entry).double()
-    similarity.norm.fill_(1e-9)  # too small to change a correlation
-    complete = similarity.block_similarities(query, key, "dot")[0, 0]
-    values = similarity.block_similarities(query.masked_fill(gone, torch.nan), key, "dot")[0, 0]
-    share = torch.stack([(~gone[numbers == block]).double().mean() for block in range(len(values))])
-    assert (values[share < 0.5] == 0).all()
-    torch.testing.assert_close(values[share == 1], complete[share == 1])
-    other = (7 * query + torch.linspace(-3, 3, len(values))[numbers]).masked_fill(gone, torch.nan)
-    scaled = similarity.block_similarities(other, key, "dot")[0, 0]
-    torch.testing.assert_close(scaled, values, rtol=1e-6, atol=1e-6)
-    filled = query.clone()
-    for block in range(len(values)):
-        inside = numbers == block
-        filled[0, inside & gone] = query[0, inside & ~gone].mean()
-    expected = similarity.block_similarities(filled.nan_to_num(0.0), key, "dot")[0, 0]
-    torch.testing.assert_close(values[share >= 0.5], expected[share >= 0.5])
-
-
-def test_scores_without_nan_are_unchanged_bit_for_bit():
-    patterns, query = random(40, 6, dtype=torch.float32), random(7, 6, seed=2, dtype=torch.float32)
-    memory = make("normalized", patterns)
-    assert torch.equal(memory.scores(query), memory.similarity(query, patterns))
 
 
 @pytest.mark.parametrize("similarity", SIMILARITIES)
@@ -407,17 +366,6 @@ def test_other_dtypes(similarity, dtype):
     tolerance = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(scores.double(), by_hand(memory, query), rtol=tolerance, atol=8 * tolerance)
     assert memory.retrieve(query).isfinite().all()
-
-
-@pytest.mark.parametrize("similarity", ["adaptive", "normalized"])
-def test_gradients_of_known_values_are_finite(similarity):
-    memory = make(similarity, unknown(random(40, 6), 0.2))
-    query = unknown(random(4, 6, seed=2), 0.3, 3).requires_grad_()
-    (memory(query).square().sum() + memory.class_scores(query).sum()).backward()
-    known = ~query.detach().isnan()
-    assert query.grad[known].isfinite().all()
-    assert query.grad[known].abs().sum() > 0
-    assert all(parameter.grad.isfinite().all() for parameter in memory.similarity.parameters())
 
 
 def test_a_bias_is_learned_from_known_values():

@@ -9,7 +9,6 @@ import torch
 import ahop_layers as ah
 from benchmarks.projects import __main__ as command
 from benchmarks.projects import adaptive, cloob, measure, widths
-from benchmarks.projects.mnist_bags import digit_bag
 from benchmarks.projects.project import adaptive_layers, plain_layers
 
 pytestmark = pytest.mark.slow
@@ -49,18 +48,6 @@ def test_every_use_trains_its_similarity_after_a_switch_and_checkpoints_go_both_
     plain, adaptive = project.build(plain_layers()), project.build(adaptive_layers(project.blocks))
     adaptive.load_state_dict(plain.state_dict(), strict=True)
     torch.testing.assert_close(ah.hflayers_state_dict(adaptive), dict(plain.state_dict()), rtol=0, atol=0)
-
-
-def test_similarities_are_compared_from_equal_weights_on_held_out_digits():
-    """After one step, the losses of all similarities are those of the dot product."""
-    rows = list(adaptive.compare("bit_pattern", seed=1, steps=1))
-    assert [row["similarity"] for row in rows] == list(adaptive.SYSTEMS)
-    assert len({row["loss"] for row in rows}) == 1
-    bags = [
-        [digit_bag(torch.Generator().manual_seed(seed), held_out)[0][0] for seed in range(20)] for held_out in (0, 1)
-    ]
-    train, held = ({image.numpy().tobytes() for bag in drawn for image in bag} for drawn in bags)
-    assert not train & held
 
 
 def test_the_command_measures_losses_accuracies_and_widths(tmp_path, capsys, monkeypatch):

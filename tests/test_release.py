@@ -1,4 +1,4 @@
-"""Releases: contents of sdist and wheel, one version everywhere, valid workflows with pinned actions."""
+"""Releases: contents of sdist and wheel, one version everywhere, pinned actions."""
 
 import os
 import re
@@ -127,16 +127,11 @@ def test_version_and_license_are_the_same_everywhere(metadata):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
-def test_workflow_is_well_formed_and_pins_its_actions(path):
+def test_workflow_pins_its_actions(path):
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {"contents": "read"}  # a job that needs more declares it
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for name, job in workflow["jobs"].items():
-        needs = job.get("needs", [])
-        assert ({needs} if isinstance(needs, str) else set(needs)) <= set(workflow["jobs"]), name
-        for step in job["steps"]:
-            assert ("uses" in step) != ("run" in step), (name, step)
-            assert set(re.findall(r"^make ([\w-]+)", step.get("run", ""), re.MULTILINE)) <= set(targets), step
+    assert set(re.findall(r"^[ -]*(?:run: )?make ([\w-]+)", path.read_text(), re.MULTILINE)) <= set(targets)
     actions = re.findall(r"uses: (.+)", path.read_text())
     loose = [action for action in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action)]
     assert not loose, "pin the full commit hash, with the version in a comment"

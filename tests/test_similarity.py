@@ -12,7 +12,6 @@ from torch import nn
 import ahop_layers as ah
 from ahop_layers.ops import reference
 from ahop_layers.similarity.associator import named_similarities
-from ahop_layers.similarity.fixed import FIXED
 from ahop_layers.similarity.options import LazyAdaptiveSimilarity, SimilarityOptions
 from ahop_layers.similarity.protocol import is_solvable
 from ahop_layers.similarity.widths import quantiles, units
@@ -241,20 +240,6 @@ def test_names_in_the_state_dict():
     assert names(NORMALIZED) == single | {"block_numbers", "norm"}
 
 
-def test_a_state_dict_of_other_bases_or_with_values_that_are_not_finite_changes_nothing():
-    similarity = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=ah.Blocks(4, normalize=True)))
-    before = copy.deepcopy(similarity.state_dict())
-    for bases in (("dis", "l1"), ("dot", "dis"), ("dot",)):
-        state = ah.AdaptiveSimilarity(12, 3, bases, bases[0], True, similarity.blocks).state_dict()
-        refuses(f"must have the bases dis, dot, got {', '.join(bases)}$", similarity.load_state_dict, state)
-    for name in ("w", "beta", "bias", "norm"):
-        for bad in (torch.nan, torch.inf):
-            broken = copy.deepcopy(before)
-            broken[name].flatten()[-1] = bad
-            refuses(f"^{name} must be finite, got NaN or infinity", similarity.load_state_dict, broken)
-    assert all(torch.equal(value, before[name]) for name, value in similarity.state_dict().items())
-
-
 def test_another_number_of_blocks_in_a_checkpoint():
     state, layer = ah.AdaptiveSimilarity(12, blocks=6).state_dict(), ah.AdaptiveAttention(24, 2)
     named = ah.AdaptiveSimilarity(12, blocks=UNEQUAL)
@@ -465,13 +450,3 @@ def test_prepared_keys_and_explanations_give_the_scores(blocks):
     assert is_solvable(similarity)
     assert not is_solvable(subset)  # with heads
     refuses("explain needs a similarity without heads, got num_heads=2", subset.explain, query, query)
-
-
-def test_fixed_similarities_score_and_explain_known_values():
-    query, key = pair(count=4)
-    query[0, :5] = torch.nan
-    for base, fixed in FIXED.items():
-        scores = fixed(query, key, missing=True)
-        values = reference.pair_values(query, key, base)
-        torch.testing.assert_close(scores, 12 * values.nanmean(-1))
-        torch.testing.assert_close(fixed.explain(query, key).sum(-1), scores.diagonal())

@@ -1,6 +1,5 @@
 """The documentation site: strict build, which checks links and anchors, no external resources, a complete reference."""
 
-import base64
 import json
 import os
 import re
@@ -8,7 +7,6 @@ import subprocess
 import sys
 from html import unescape
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -75,14 +73,3 @@ def docstrings_formulas_and_notebooks_are_rendered(site):
         for cell in json.loads(notebook.read_text())["cells"]:
             first = "".join(cell["source"]).split("\n")[0]
             assert first.lstrip("# ").split("`")[0].strip() in page
-
-
-def test_outputs_of_an_executed_notebook_are_on_its_page():
-    spec = spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
-    hooks = module_from_spec(spec)
-    spec.loader.exec_module(hooks)
-    printed = [{"output_type": "stream", "text": [text]} for text in ("one\n", "two\n")]
-    drawn = {"image/png": base64.b64encode(b"picture").decode(), "text/plain": ["<Figure>"]}
-    results = [{"output_type": "execute_result", "data": data} for data in (drawn, {"text/plain": ["3"]})]
-    parts = hooks.notebook_parts([{"cell_type": "code", "source": ["f()"], "outputs": [*printed, *results]}])
-    assert [*parts] == ["```python\nf()\n```", "```text\none\ntwo\n```", b"picture", "```text\n3\n```"]

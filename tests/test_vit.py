@@ -1,7 +1,5 @@
-"""The vision transformer example and the image benchmark: data sets, attentions, conversion, pictures."""
+"""The vision transformer example: conversion and pictures; the image benchmark: kernels and a small run."""
 
-import os
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +8,9 @@ import torch
 from PIL import Image
 
 import ahop_layers as ah
-from benchmarks import images as vit_data
 from benchmarks.harness.rows import read
 from benchmarks.paper.images import __main__ as images
-from benchmarks.paper.images import measure as images_measure
-from benchmarks.paper.images import model as image_model
-from benchmarks.paper.images import training as images_training
 from benchmarks.paper.kernel_similarity import KernelSimilarity
-from benchmarks.paper.retrieval.systems import ReferenceSimilarity
 from examples import vit
 from tests.samples import refuses
 
@@ -36,19 +29,6 @@ def folder(tmp_path):
                 pixels = rng.normal(color, 30, (30, 40 + number, 3)).clip(0, 255).astype(np.uint8)
                 Image.fromarray(pixels).save(home / f"{number}.png")
     return tmp_path
-
-
-@pytest.fixture
-def cifar10(tmp_path):
-    """CIFAR-10 of random pixels in the published file layout."""
-    home, rng = tmp_path / "cifar-10-batches-py", np.random.default_rng(0)
-    home.mkdir()
-    for part in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"):
-        batch = {b"data": rng.integers(0, 256, (8, 3072)).astype(np.uint8), b"labels": list(range(8))}
-        (home / part).write_bytes(pickle.dumps(batch, protocol=2))
-    names = {b"label_names": [f"c{number}".encode() for number in range(10)]}
-    (home / "batches.meta").write_bytes(pickle.dumps(names, protocol=2))
-    return home
 
 
 def command(folder, out, *more):
@@ -96,28 +76,6 @@ def test_maps_show_predictions_and_the_dot_product():
             np.testing.assert_allclose(shown.flatten(), weights[column].mean(0)[0, 1:], rtol=1e-4)
 
 
-def test_published_files_are_read_and_damaged_ones_named(cifar10):
-    data = vit_data.load("cifar10", cifar10.parent)
-    first = pickle.loads((cifar10 / "data_batch_1").read_bytes())
-    assert data.train.images[0].flatten().tolist() == first[b"data"][0].tolist()
-    assert (len(data.train.labels), len(data.test.labels), data.classes[3]) == (40, 8, "c3")
-    for content in (b"\xff\xfe\xfa" * 9, pickle.dumps(os.getcwd)):  # the second one would run code
-        (cifar10 / "data_batch_1").write_bytes(content)
-        refuses(r"^cifar10: expected files as published in .*, got damaged", vit_data.load, "cifar10", cifar10.parent)
-
-
-def test_augmentation_shifts_and_flips_every_image_independently():
-    images = torch.zeros(400, 1, 16, 16, dtype=torch.uint8)
-    images[:, :, 8, 5] = 1
-    moved = image_model.augment(images, mirror=True)
-    assert (moved.sum((1, 2, 3)) == 1).all()
-    rows, columns = moved.nonzero()[:, 2:].T
-    assert set(rows.tolist()) == set(range(6, 11))
-    assert set(columns.tolist()) == set(range(3, 8)) | set(range(8, 13))
-    kept = image_model.augment(images, mirror=False).nonzero()[:, 3]
-    assert set(kept.tolist()) == set(range(3, 8))
-
-
 def test_kernels_learn_from_the_separation_loss_alone():
     kernel = KernelSimilarity(6, num_heads=2)
     query, key = torch.randn(3, 2, 5, 6), torch.randn(3, 2, 4, 6, requires_grad=True)
@@ -132,55 +90,16 @@ def test_kernels_learn_from_the_separation_loss_alone():
 
 
 @pytest.mark.full
-def test_throughput_benchmark(tmp_path, capsys):
-    small = "throughput --data digits --model tiny --batch 4 --seconds 0.01 --device cpu"
-    command = [*small.split(), "--output", str(tmp_path / "images.csv")]
-    images.main(command)
-    rows = read(tmp_path / "images.csv")
-    assert {row["attention"] for row in rows} == {*images_measure.ATTENTIONS, "eager"}
-    assert all(float(row["value"]) > 0 and row["torch"] and row["device"] for row in rows)
-    capsys.readouterr()
-    images.main(command)
-    assert "seed" not in capsys.readouterr().out  # nothing is measured twice
-
-
-@pytest.mark.full
-def test_training_benchmark(tmp_path, capsys):
-    small = ["--data", "digits", "--model", "tiny", "--batch", "256", "--device", "cpu", "--seeds", "1"]
-
-    def run(options, *more, output="images.csv"):
-        images.main([*options.split(), *more, "--output", str(tmp_path / output)])
+def test_image_benchmark(tmp_path, capsys):
+    def run(options):
+        images.main([*options.split(), "--output", str(tmp_path / "images.csv")])
         return capsys.readouterr().out
 
-    run("paper --epochs 1 --attentions dot --lr 3e-3 1e-3", *small, output="rates.csv")
-    rates = [row["settings"].rpartition(", lr ")[2] for row in read(tmp_path / "rates.csv")]
-    assert rates == ["0.003", "0.001"]
-    assert "would not end" in run("working --epochs 20 --minutes 0", *small)
-    assert not (tmp_path / "images.csv").exists()
-    run("working --epochs 2 --attentions dot adaptive", *small)
+    attentions, common = ["dot", "adaptive:last=1,lr=0.1"], "--data digits --model tiny --device cpu --batch"
+    run(f"working {common} 256 --seeds 1 --epochs 2 --attentions {' '.join(attentions)}")
+    run(f"throughput {common} 4 --seconds 0.01")
     rows = read(tmp_path / "images.csv")
-    assert [row["attention"] for row in rows if row["measure"] == "accuracy"] == ["dot", "adaptive"]
-    assert (tmp_path / "images.png").exists()  # beside the rows
-    shown = run("report", "--picture", str(tmp_path / "drawn.svg"))
+    assert [row["attention"] for row in rows if row["measure"] == "accuracy"] == attentions
+    assert all(float(row["value"]) > 0 for row in rows if row["setup"].startswith("throughput"))
+    assert "| none | " in run(f"report --picture {tmp_path / 'drawn.svg'}")
     assert "fraction of masked patches" in (tmp_path / "drawn.svg").read_text()
-    assert "| none | " in shown
-
-
-@pytest.mark.parametrize(("attention", "check"), [
-    ("adaptive:last=1,lr=0.1", lambda similarity: similarity.w.shape == (2, 2, 32)),
-    ("adaptive:blocks=4,lr=0.1", lambda similarity: similarity.w.shape == (2, 2, 4)),
-    ("adaptive:debias,init=dis,shared,lr=0.1", lambda it: it.num_heads is None and it.init == "dis"),
-    ("eager:debias,lr=0.1", lambda similarity: isinstance(similarity, ReferenceSimilarity)),
-])  # fmt: skip
-def test_changes_of_an_attention(attention, check):
-    data = vit_data.load("digits", Path())
-    setup = images_training.Setup("tiny", 1, 8, ("dot",))
-    model, factor = images_training.build(attention, setup, data, image_model.channel_scale(data.train.images))
-    assert factor == 0.1
-    layers = [layer for layer in model.modules() if isinstance(layer, ah.AdaptiveAttention)]
-    assert len(layers) == (1 if "last=1" in attention else 2)
-    assert all(check(layer.similarity) for layer in layers)
-    assert all(layer.similarity.bias is not None for layer in layers if "debias" in attention)
-    optimizer = images_training.make_optimizer(model, 1.0, 0.05, factor)
-    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.1]
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
