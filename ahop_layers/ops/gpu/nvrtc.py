@@ -70,7 +70,8 @@ def compile_source(source: str, constants: Mapping[str, int], architecture: str)
     """
     nvrtc = _nvrtc()
     headers = sorted(SOURCES.glob("*.cuh"))
-    texts, names = ((c_char_p * len(headers))(*each) for each in _contents(headers))
+    texts = (c_char_p * len(headers))(*(path.read_bytes() for path in headers))
+    names = (c_char_p * len(headers))(*(path.name.encode() for path in headers))
     program = c_void_p()
     nvrtc.nvrtcCreateProgram(
         byref(program), (SOURCES / source).read_bytes(), source.encode(), len(headers), texts, names
@@ -87,10 +88,6 @@ def compile_source(source: str, constants: Mapping[str, int], architecture: str)
         return _read(getattr(nvrtc, f"nvrtcGet{kind}Size"), getattr(nvrtc, f"nvrtcGet{kind}"), program)
     finally:
         nvrtc.nvrtcDestroyProgram(byref(program))
-
-
-def _contents(paths: list[Path]) -> tuple[list[bytes], list[bytes]]:
-    return [path.read_bytes() for path in paths], [path.name.encode() for path in paths]
 
 
 def _read(size: Any, content: Any, program: c_void_p) -> bytes:
