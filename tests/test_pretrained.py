@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,30 @@ import torch
 from frameworks import framework
 
 import ahop_layers as ah
+from tests.samples import perturb
 
 pytest.importorskip("safetensors", reason="safetensors is not installed: pip install '.[save]'")
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
+
+
+def trained(model):
+    perturb(model)
+    return model.eval()
+
+
+def in_another_process(folder, code, x):
+    """Returns ``output`` of code that sets it from ``x`` in a new process, in ``folder``."""
+    torch.save(x, folder / "x.pt")
+    lines = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]",
+        "import torch, ahop_layers as ah; from frameworks import framework",
+        "x = torch.load('x.pt')",
+        code,
+        "torch.save(output.detach(), 'output.pt')",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=folder, check=True, capture_output=True)
+    return torch.load(folder / "output.pt")
 
 
 def tiny_vit(transformers):
