@@ -299,7 +299,7 @@ _OPERATORS: dict[str, tuple[Any, Any]] = {}  # the implementation of each operat
 
 
 def call_operator(name: str, *args: Any) -> Any:
-    """Calls ``ahop::name``, past the dispatcher where it would only pass the call on: a small ViT is a third faster."""
+    """Calls ``ahop::name``, past the dispatcher where it would only pass the call on, to save host time."""
     implementation, operator = _OPERATORS[name]
     return implementation(*args) if _is_plain_call(args) else operator(*args)
 
