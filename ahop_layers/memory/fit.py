@@ -55,7 +55,7 @@ def fit(
             kept = torch.unique(torch.cat([asked.origin, kept]))
             asked = asked._replace(origin=torch.searchsorted(kept, asked.origin))
         patterns, own = some(kept)
-        asked = questions.with_intact(asked, patterns, own, generator)
+        asked = questions.with_intact(asked, patterns, generator)
     bias = getattr(similarity, "bias", None)
     if bias is not None and bias.requires_grad and not bias.any():
         bias.copy_(_estimate_bias(*_bias_pairs(data, stored, by_label, generator)))

@@ -54,8 +54,8 @@ def find_candidates(
     """Takes ``count`` candidates for each query out of ``patterns (N, d)`` of the classes ``labels (N,)``.
 
     The hardest wrong patterns have the smallest distance by one of several measures, for which unknown values have
-    the mean of their dimension; ``overview`` is one more of them. With labels, all patterns of the class are right,
-    except the one that the query was made of, unless it is the only one.
+    the mean of their dimension; ``overview`` is one more of them. If a query asks for a class, all its patterns are
+    right, except the one that the query was made of, unless it is the only one.
     """
     rows = []
     largest = 1
@@ -70,7 +70,9 @@ def find_candidates(
     for start in range(0, len(asked.query), step):
         part = asked.part(slice(start, start + step))
         own = place == part.origin[:, None]
-        same = own if labels is None or part.label is None else labels == part.label[:, None]
+        same = own
+        if labels is not None and part.label is not None:
+            same = torch.where(part.label[:, None] < 0, own, labels == part.label[:, None])
         right = torch.where((same & ~own).any(1, keepdim=True), same & ~own, same)
         filled = torch.where(part.query.isnan(), center, part.query)
         near = _closeness(filled, complete, clips)

@@ -19,6 +19,7 @@ LARGE_DIM = 512  # from this number of dimensions on, half as many queries are h
 MOST_DAMAGED = 0.9  # largest share of values that is replaced or missing if no damage is given
 MOST_COVERED = 0.6  # largest share of an image that is covered if no damage is given
 SPARED_QUERIES = 8  # one in so many queries is damaged in part only
+COPIES = 3  # with classes, one in so many queries asks for the pattern that it was made of, not for its class
 FEW_PAIRS = 96  # fewer pairs are all used for the fit and for the report
 
 
@@ -28,7 +29,7 @@ class Questions(NamedTuple):
     Attributes:
         query: ``(n, d)``; NaN is unknown.
         origin: the pattern that each query was made of ``(n,)``, or -1.
-        label: the class that each query belongs to ``(n,)``; None if the pattern itself is to be found.
+        label: the class that each query belongs to ``(n,)``, -1 if the pattern itself is to be found; None for all.
         fitted: the number of queries of the fit, the first ones. The others are held out.
     """
 
@@ -93,7 +94,8 @@ def draw(
     """Draws damaged copies of ``patterns (N, d)`` of the classes ``labels (N,)``: ``count`` or more, and held-out ones.
 
     One in SPARED_QUERIES is damaged in part, between not at all and fully: a similarity that was learned from strong
-    noise alone can fail without noise.
+    noise alone can fail without noise. With labels, one in COPIES asks for its own pattern: if no query did, nothing
+    would hold up the score of small differences, and a stored pattern might not find itself.
 
     Raises:
         AHopError: the damage returns infinity, or no query with a known value.
@@ -109,7 +111,10 @@ def draw(
     share = torch.rand(len(query), 1, generator=generator, device=query.device).mul_(2).sub_(1).clamp_(min=0)
     share[torch.rand(len(query), generator=generator, device=query.device) * SPARED_QUERIES > 1] = 1.0
     query = torch.where(share < 1, intact + share.to(query.dtype) * (query - intact), query)
-    return Questions(query, origin, None if labels is None else labels[origin], count)
+    label = None if labels is None else labels[origin]
+    if label is not None:
+        label[::COPIES] = -1
+    return Questions(query, origin, label, count)
 
 
 def given(pairs: Pairs, by_label: bool, generator: Generator) -> Questions:
@@ -126,10 +131,10 @@ def given(pairs: Pairs, by_label: bool, generator: Generator) -> Questions:
     return Questions(query, target, None, fitted)
 
 
-def with_intact(asked: Questions, patterns: Tensor, labels: Tensor | None, generator: Generator) -> Questions:
-    """Adds copies of ``patterns (N, d)`` of the classes ``labels (N,)`` to the queries of a fit, without damage."""
+def with_intact(asked: Questions, patterns: Tensor, generator: Generator) -> Questions:
+    """Adds copies of ``patterns (N, d)`` without damage to the queries of a fit; each asks for its own pattern."""
     count = max(32, asked.fitted // SPARED_QUERIES)
     origin = torch.randint(len(patterns), (count,), generator=generator, device=patterns.device)
-    label = None if labels is None or asked.label is None else torch.cat([labels[origin], asked.label])
+    label = None if asked.label is None else torch.cat([torch.full_like(origin, -1), asked.label])
     query = torch.cat([patterns[origin], asked.query.to(patterns.dtype)])
     return Questions(query, torch.cat([origin, asked.origin]), label, count + asked.fitted)

@@ -15,6 +15,7 @@ TOLERANCE = 1e-6  # relative change of the loss at which it stops
 PENALTY = 1e-3  # of the weights of rank bins
 MEAN_PENALTY = 1e-6  # of the weights of the means over all ranks
 ENOUGH_QUERIES = 512  # number of queries for which penalties need not be larger
+LEAST_START = 0.01  # smallest start of a weight that must not be negative, relative to the largest
 FLOOR = 0.05  # is added to the probability of right candidates in a bounded loss: hopeless queries count little
 
 
@@ -105,14 +106,22 @@ class Problem(NamedTuple):
         return unit.item() / best, losses[best]
 
 
-def solve(problem: Problem, start: Tensor, bounded: bool, penalty: Tensor) -> Tensor:
-    """Minimizes the objective plus ``penalty . weight**2`` from ``start (f,)``, on scaled features."""
+def solve(problem: Problem, start: Tensor, bounded: bool, penalty: Tensor, signed: bool = True) -> Tensor:
+    """Minimizes the objective plus ``penalty . weight**2`` from ``start (f,)``, on scaled features.
 
-    def loss(weight: Tensor) -> tuple[float, Tensor]:
+    Weights that are not ``signed`` are squares, so that no value lowers a score by agreeing better.
+    """
+
+    def loss(root: Tensor) -> tuple[float, Tensor]:
+        weight = root if signed else root.square()
         value, gradient = problem.objective(weight, bounded)
-        return (value + penalty @ weight.square()).item(), gradient + 2 * penalty * weight
+        gradient = gradient + 2 * penalty * weight
+        return (value + penalty @ weight.square()).item(), gradient if signed else 2 * root * gradient
 
-    return minimize(loss, start)
+    if signed:
+        return minimize(loss, start)
+    least = LEAST_START * start.max()  # the square of 0 has no slope
+    return minimize(loss, start.clamp(min=least).sqrt()).square()
 
 
 def minimize(loss: Callable[[Tensor], tuple[float, Tensor]], start: Tensor) -> Tensor:
@@ -169,9 +178,10 @@ def calibrated(problem: Problem, weight: Tensor) -> tuple[Tensor, float]:
 
 
 def solutions(problem: Problem, starts: Sequence[Tensor], penalty: Tensor | None = None) -> list[Tensor]:
-    """Solves from the best of several starts ``(f,)``: for the bounded likelihood, and for the likelihood alone.
+    """Solves from the best of several starts ``(f,)`` for the bounded likelihood, and for the likelihood alone.
 
-    ``penalty (f,)`` is by default the penalty of the problem.
+    The bounded likelihood is solved for weights of any sign, and for weights that are not negative. ``penalty (f,)`` is
+    by default the penalty of the problem.
     """
     problem, deviation = problem.scaled()
     unit = deviation.masked_fill(deviation.isinf(), 0.0)
@@ -180,7 +190,9 @@ def solutions(problem: Problem, starts: Sequence[Tensor], penalty: Tensor | None
     first = min((calibrated(some, weight) for weight in scaled), key=lambda pair: pair[1])[0]
     penalty = problem.penalty() if penalty is None else penalty
     likely = solve(problem, first, False, penalty)
-    return [weight / deviation for weight in (solve(problem, likely, True, penalty), likely)]
+    bounded = solve(problem, likely, True, penalty)
+    positive = solve(problem, solve(problem, first, False, penalty, signed=False), True, penalty, signed=False)
+    return [weight / deviation for weight in (bounded, likely, positive)]
 
 
 def trial_loss(problem: Problem) -> float:

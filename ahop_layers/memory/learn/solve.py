@@ -12,6 +12,7 @@ A dimension that is NaN in the query or in the pattern takes no part: the sorted
 as a step function, are stretched to d ranks.
 """
 
+import copy
 import math
 import time
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ BASES_GAIN = 0.95  # optional bases must lower the loss of a trial to this fract
 UNITS_GAIN = 0.8  # units of each dimension must lower it to this fraction
 IMAGE_BINS = 12  # number of rank bins of views of images
 ENOUGH_IMAGES = 1024  # number of images for which penalties need not be larger
+INTACT_ELEMENTS = 2**27  # number of values that are compared to see whether stored patterns find themselves
 
 
 class FitReport(NamedTuple):
@@ -53,8 +55,8 @@ class FitReport(NamedTuple):
 
     >>> print(FitReport((("L1", 0.5), ("learned", 0.9)), "learned", 256, 1.25))
     accuracy on 256 held-out queries
-    L1           0.500
-    learned      0.900
+    L1             0.500
+    learned        0.900
     fitted in 1.2 s
     """
 
@@ -64,7 +66,7 @@ class FitReport(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        lines = [f"{name:<12} {accuracy:.3f}" for name, accuracy in self.rows]
+        lines = [f"{name:<14} {accuracy:.3f}" for name, accuracy in self.rows]
         if self.chosen != "learned" and "learned" in dict(self.rows):
             lines.append(f"learning does not pay here: {self.chosen} is as good and was chosen")
         return "\n".join([f"accuracy on {self.queries} held-out queries", *lines, f"fitted in {self.seconds:.1f} s"])
@@ -124,11 +126,11 @@ def _setting(unit: Tensor | None, patterns: Tensor, bases: Sequence[BaseArgument
     return _Setting(unit, patterns, [named[row] for row in rows], [widths[row] for row in rows], len(distinct), queries)
 
 
-def _cosine(setting: _Setting, rows: slice, problem: Problem) -> float:
-    """Returns the accuracy of cosine similarity, with 0 for missing values, for every second query."""
+def _cosine(setting: _Setting, rows: slice, problem: Problem) -> Tensor:
+    """Returns whether cosine similarity, with 0 for missing values, is right for each query: bool ``(L,)``."""
     part, unit = setting.queries.part(rows), 1.0 if setting.units is None else setting.units
     query, keys = (normalize((x * unit).nan_to_num(0.0), dim=-1) for x in (part.query, setting.patterns))
-    return problem.is_right((query @ keys.mT).gather(1, part.candidates))[1::2].double().mean().item()
+    return problem.is_right((query @ keys.mT).gather(1, part.candidates))
 
 
 class _Fixed:
@@ -324,11 +326,37 @@ def learn(
     rest = slice(fitted, None) if fitted < len(learner.candidates.query) else slice(0, None)
     learner.solve(slice(0, fitted))
     right = learner.judge(rest)
-    chosen, best, rows = _choose(right, learner.available)
-    rows = {"cosine": _cosine(learner.setting, rest, learner.held), **rows}
-    temperature = learner.take(chosen, best)
-    queries = len(learner.held.offset) // 2
+    right = {"cosine": _cosine(learner.setting, rest, learner.held)[None], **right}
+    reported = torch.ones_like(right["cosine"][0])
+    if asked.label is not None and (asked.label >= 0).any():
+        reported = asked.label[learner.candidates.usable][rest] >= 0  # the accuracy is that of classes
+    reported[::2] = False  # these choose
+    best = {name: int(each[:, ::2].sum(1).argmax()) for name, each in right.items()}
+    rows = {name: each[best[name], reported].double().mean().item() for name, each in right.items()}
+    found = before = _intact_found(similarity, patterns)
+    for chosen, number in _preferences(right, best, learner.available):
+        if chosen == "start":
+            found = before
+            break
+        learner.similarity = copy.deepcopy(similarity)
+        learner.take(chosen, number)
+        found = _intact_found(learner.similarity, patterns)
+        if found >= before:
+            break
+    learner.similarity = similarity
+    temperature = learner.take(chosen, number)
+    rows["intact records"] = found
+    queries = int(reported.sum())
     return temperature, FitReport(tuple(rows.items()), chosen, queries, time.perf_counter() - began)
+
+
+def _intact_found(similarity: Any, patterns: Tensor) -> float:
+    """Returns the share of ``patterns (N, d)`` that no other pattern beats when they are asked for without damage."""
+    count = min(len(patterns), max(1, INTACT_ELEMENTS // patterns.numel()))
+    own = torch.arange(count, device=patterns.device) * len(patterns) // count
+    missing = {"missing": True} if patterns.isnan().any() else {}
+    scores: Tensor = similarity(patterns[own], patterns, **missing)
+    return (scores.gather(1, own[:, None]) >= scores.amax(1, keepdim=True)).double().mean().item()
 
 
 def _starts(similarity: Solvable, edges: list[list[int]]) -> list[Tensor]:
@@ -345,22 +373,23 @@ def _starts(similarity: Solvable, edges: list[list[int]]) -> list[Tensor]:
     return starts
 
 
-def _choose(right: dict[str, Tensor], available: Sequence[str]) -> tuple[str, int, dict[str, float]]:
-    """Chooses a score by every second held-out query, and returns accuracies of the other queries.
+def _preferences(
+    right: dict[str, Tensor], best: dict[str, int], available: Sequence[str]
+) -> list[tuple[str, int]]:
+    """Orders scores by every second held-out query: names and numbers, the one to take first.
 
-    ``right`` says by name whether each of several scores is right for each query, bool ``(scores, L)``. The names
-    ``available`` may be chosen instead of ``"learned"``. The result is the name and number of the chosen score, and for
-    each name the accuracy of its best score.
+    ``right`` says by name whether each of several scores is right for each query, bool ``(scores, L)``, and ``best`` is
+    the number of the best score of each name. The names ``available`` are taken instead of ``"learned"`` if they are
+    better by more than a standard error, or if a learned score is not acceptable.
     """
-    best = {name: int(each[:, ::2].sum(1).argmax()) for name, each in right.items()}
-    rows = {name: each[best[name], 1::2].double().mean().item() for name, each in right.items()}
     if "learned" not in right:
-        return "start", 0, rows
-    learned = right["learned"][best["learned"], ::2].double()
-    chosen, gain = "learned", 0.0
-    for name in available:
-        if name in right:
-            more = right[name][best[name], ::2].double() - learned
-            margin = more.mean().item() - more.std(correction=0).item() / math.sqrt(len(more))
-            chosen, gain = (name, margin) if margin > gain else (chosen, gain)
-    return chosen, best[chosen], rows
+        return [("start", 0)]
+    judged = {name: right[name][best[name], ::2].double() for name in ("learned", *available) if name in right}
+    first, last = [], []
+    for name in sorted(set(judged) - {"learned"}, key=lambda name: -judged[name].mean().item()):
+        more = judged[name] - judged["learned"]
+        better = more.mean().item() > more.std(correction=0).item() / math.sqrt(len(more))
+        (first if better else last).append((name, best[name]))
+    accuracy = right["learned"][:, ::2].double().mean(1)
+    learned = [("learned", number) for number in accuracy.argsort(descending=True, stable=True).tolist()]
+    return first + learned + last
