@@ -185,7 +185,7 @@ def test_a_report_is_a_table():
     assert first == f"accuracy on {report.queries} held-out queries"
     assert re.fullmatch(r"fitted in \d+\.\d s", last)
     table = [line for line in rows if "does not pay" not in line]
-    assert table == [f"{name:<12} {accuracy:.3f}" for name, accuracy in report.rows]
+    assert table == [f"{name:<14} {accuracy:.3f}" for name, accuracy in report.rows]
     assert report.seconds > 0
     names = [name for name, _ in report.rows]
     assert set(names) >= {"cosine", "L1", "trimmed L1", "Euclid", "near", "clipped L1", "learned"}

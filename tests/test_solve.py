@@ -129,7 +129,7 @@ def test_missing_values_are_learned_with():
 def test_a_fixed_score_is_the_result_where_learning_does_not_pay(monkeypatch):
     """A solution that is always wrong leaves the best of the fixed scores, or the weights that there are."""
     monkeypatch.setattr(
-        "ahop_layers.memory.learn.regression.solve", lambda problem, start, *rest: -torch.ones_like(start)
+        "ahop_layers.memory.learn.regression.solve", lambda problem, start, *rest, **kind: -torch.ones_like(start)
     )
     memory = ah.AssociativeMemory(uniform(60, 16))
     report = memory.fit(ah.variants.Noisy(0.01))

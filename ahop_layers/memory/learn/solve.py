@@ -355,7 +355,9 @@ def _intact_found(similarity: Any, patterns: Tensor) -> float:
     count = min(len(patterns), max(1, INTACT_ELEMENTS // patterns.numel()))
     own = torch.arange(count, device=patterns.device) * len(patterns) // count
     missing = {"missing": True} if patterns.isnan().any() else {}
-    scores: Tensor = similarity(patterns[own], patterns, **missing)
+    bias = getattr(similarity, "bias", None)
+    query = patterns[own] if bias is None else patterns[own] + bias  # which the similarity subtracts
+    scores: Tensor = similarity(query, patterns, **missing)
     return (scores.gather(1, own[:, None]) >= scores.amax(1, keepdim=True)).double().mean().item()
 
 
