@@ -19,7 +19,7 @@ LARGE_DIM = 512  # from this number of dimensions on, half as many queries are h
 MOST_DAMAGED = 0.9  # largest share of values that is replaced or missing if no damage is given
 MOST_COVERED = 0.6  # largest share of an image that is covered if no damage is given
 SPARED_QUERIES = 8  # one in so many queries is damaged in part only
-COPIES = 3  # with classes, one in so many queries asks for the pattern that it was made of, not for its class
+COPIES = 8  # with classes, one in so many queries asks for the pattern that it was made of, not for its class
 FEW_PAIRS = 96  # fewer pairs are all used for the fit and for the report
 
 
