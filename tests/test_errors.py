@@ -97,7 +97,6 @@ BAD_CALLS = {
     ),
     "norms of nothing": (lambda: similar(12)().fix_scales_(None), "must be a tensor, got NoneType"),
     "norms of others": (lambda: similar(6)().fix_scales_(q12), r"dimension dim = 6, got .* key \(2, 12\)"),
-    "base": (lambda: similar(12)().block_similarities(q12, q12, "l1"), "base must be one of dis, dot, got 'l1'"),
     "patches": (lambda: ah.patches(8, 8, 0), "size must be an integer of at least 1, got 0"),
     "widths": (partial(score, bases=("l1", "near"), widths=torch.ones(3)), r"widths must be \(n_bases,\) = \(2,\)"),
     "quantile 0": (similar(4, bases=(("near", 0.0),), init="uniform"), "above 0 and at most 1"),

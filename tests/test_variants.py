@@ -24,8 +24,8 @@ DAMAGES = {
     "replaced": v.Replaced((0.1, 0.6), 0.0, 1.0),
     "replaced, range of the patterns": v.Replaced((0.1, 0.6)),
     "missing": v.Missing((0.1, 0.9)),
-    "custom": v.Custom(lambda origin, generator: origin + torch.empty_like(origin).normal_(generator=generator)),
-    "composed": v.Composed([v.Noisy(0.1), v.Replaced(0.3), lambda x: x + torch.randn(x.shape).to(x)]),
+    "custom": v.as_damage(lambda origin, generator: origin + torch.empty_like(origin).normal_(generator=generator)),
+    "composed": v.as_damage([v.Noisy(0.1), v.Replaced(0.3), lambda x: x + torch.randn(x.shape).to(x)]),
 }
 
 
@@ -94,13 +94,13 @@ def test_random_values_have_the_range_of_each_dimension_of_the_patterns(monkeypa
 
 def test_damages_are_applied_in_order():
     origin = uniform(50, 8)
-    double, shifted = v.Custom(lambda x: 2 * x), lambda x: x + 1
+    double, shifted = v.as_damage(lambda x: 2 * x), lambda x: x + 1
     torch.testing.assert_close(v.as_damage((double, shifted))(origin), 2 * origin + 1)
     torch.testing.assert_close(v.as_damage([shifted, [double, torch.neg]])(origin), -2 * (origin + 1))
     assert v.as_damage(double) is double
     query = v.as_damage([lambda x: 100 * x, v.Replaced(0.5)]).sample(origin, 50)[1]  # the patterns' range
     assert (query.abs() <= 1).sum(-1).ge(4).all()
-    assert repr(v.as_damage([v.Missing(0.5)])) == "Composed([Missing(share=0.5)])"
+    assert repr(v.as_damage([v.Missing(0.5)])) == "_Composed(parts=(Missing(share=0.5),))"
 
 
 def test_any_function_is_a_damage():
@@ -172,11 +172,10 @@ def test_every_query_draws_its_own_level():
     (lambda: v.Mixed(noise=None), "noise must be a number of at least 0, got None"),
     (lambda: v.Covered(0.5, 0, 4), "height must be an integer of at least 1, got 0"),
     (lambda: v.Covered(0.5, 4, 4)(torch.zeros(2, 15)), r"= \(n, 16\), got \(2, 15\)"),
-    (lambda: v.Custom(3), "function must be a module or a function, got 3"),
-    (lambda: v.Custom(lambda x: x[:1])(torch.zeros(2, 3)), r"return a tensor \(2, 3\).*got \(1, 3\)"),
-    (lambda: v.Custom(lambda x: None)(torch.zeros(2, 3)), "query must be a tensor, got NoneType"),
-    (lambda: v.as_damage(0.5), "damage must be a variant, a function or a list of these, got 0.5"),
-    (lambda: v.as_damage([]), r"parts must be a list of at least one damage, got \[\]"),
+    (lambda: v.as_damage(3), "damage must be a variant, a function or a list of these, got 3"),
+    (lambda: v.as_damage(lambda x: x[:1])(torch.zeros(2, 3)), r"return a tensor \(2, 3\).*got \(1, 3\)"),
+    (lambda: v.as_damage(lambda x: None)(torch.zeros(2, 3)), "query must be a tensor, got NoneType"),
+    (lambda: v.as_damage([]), r"damage must be a list of at least one damage, got \[\]"),
     (lambda: v.Noisy(0.1).sample(torch.zeros(3, 2), -1), "n must be an integer of at least 0, got -1"),
     (lambda: v.Noisy(0.1).sample(torch.zeros(3), 2), r"patterns must be \(N, d\) with N, d >= 1, got \(3,\)"),
 ])  # fmt: skip

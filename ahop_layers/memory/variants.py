@@ -10,7 +10,7 @@ positions. An invalid argument raises an :class:`~ahop_layers.AHopError`.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from inspect import Parameter, signature
@@ -19,18 +19,10 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Generator, Tensor, nn
 
-from ahop_layers.errors import (
-    AHopError,
-    check_callable,
-    check_floating,
-    check_numbers,
-    check_seed,
-    check_sizes,
-    describe,
-)
+from ahop_layers.errors import AHopError, check_floating, check_numbers, check_seed, check_sizes, describe
 from ahop_layers.ops.reference import accumulation_dtype
 
-__all__ = ["Composed", "Covered", "Custom", "Missing", "Mixed", "Noisy", "Replaced", "Variant", "as_damage"]
+__all__ = ["Covered", "Missing", "Mixed", "Noisy", "Replaced", "Variant", "as_damage"]
 
 # A number, or a range ``(low, high)`` from which each query draws its own number uniformly.
 Level = float | tuple[float, float]
@@ -77,38 +69,35 @@ class Variant(ABC):
 
 
 def as_damage(damage: object) -> Variant:
-    """Makes a variant of a variant, a function as in :class:`Custom`, or a list of damages, which apply in order.
+    """Makes a variant of a variant, a function, or a list of damages, which apply in order.
 
-    >>> as_damage([Mixed(), lambda x: x + 1])(torch.ones(1, 2))
+    A function takes ``x (n, d)`` and returns the queries ``(n, d)``. Its second argument, if it is required or named
+    ``generator``, is a generator or None. Otherwise torch's global generator is seeded during the call, so that a seed
+    determines the queries here, too.
+
+    >>> as_damage([Missing(0.0), lambda x: x + 1])(torch.ones(1, 2))
     tensor([[2., 2.]])
     """
     if isinstance(damage, Variant):
         return damage
     if isinstance(damage, list | tuple):
-        return Composed(damage)
+        if not damage:
+            raise AHopError(f"damage must be a list of at least one damage, got {damage!r}")
+        return _Composed(tuple(as_damage(part) for part in damage))
     if callable(damage):
-        return Custom(damage)
+        return _Function(damage)
     raise AHopError(f"damage must be a variant, a function or a list of these, got {damage!r}")
 
 
-class Composed(Variant):
-    """Applies several damages, as in :func:`as_damage`, in order.
+@dataclass(frozen=True)
+class _Composed(Variant):
+    """Applies several variants in order."""
 
-    >>> Composed([Noisy(0.1), Missing(0.25)])(torch.zeros(3, 8)).isnan().sum(-1)
-    tensor([2, 2, 2])
-    """
-
-    def __init__(self, parts: Sequence[object]) -> None:
-        if not isinstance(parts, list | tuple) or not parts:
-            raise AHopError(f"parts must be a list of at least one damage, got {parts!r}")
-        self.parts = tuple(as_damage(part) for part in parts)
-
-    def __repr__(self) -> str:
-        return f"Composed({list(self.parts)})"
+    parts: tuple[Variant, ...]
 
     def bind(self, patterns: Tensor) -> Variant:
         """Binds every part."""
-        return Composed([part.bind(patterns) for part in self.parts])
+        return _Composed(tuple(part.bind(patterns) for part in self.parts))
 
     def __call__(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
         """Applies every part to the result of the one before."""
@@ -118,22 +107,10 @@ class Composed(Variant):
 
 
 @dataclass(frozen=True)
-class Custom(Variant):
-    """Damages patterns with a function.
-
-    Args:
-        function: takes ``x (n, d)`` and returns the queries ``(n, d)``. Its second argument, if it is required or named
-            ``generator``, is a generator or None. Otherwise torch's global generator is seeded during the call, so that
-            a seed determines the queries here, too.
-
-    >>> Custom(lambda x: x.flip(-1))(torch.tensor([[1.0, 2.0, 3.0]]))
-    tensor([[3., 2., 1.]])
-    """
+class _Function(Variant):
+    """Damages patterns with a function; see :func:`as_damage`."""
 
     function: Callable[..., Tensor]
-
-    def __post_init__(self) -> None:
-        check_callable(function=self.function)
 
     def __call__(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
         """Applies the function, and checks that it returns a floating-point tensor of the shape of ``origin``."""
@@ -308,7 +285,8 @@ class Mixed(_Drawn):
         return self.bias * _signs(self.seed, patterns.shape[-1], patterns.device).to(patterns.dtype)
 
     def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
-        query = Composed([Noisy(self.noise), Replaced(self.mask, self.low, self.high)])(origin, draw.generator)
+        query = Noisy(self.noise)(origin, draw.generator)
+        query = Replaced(self.mask, self.low, self.high)(query, draw.generator)
         signs = _signs(self.seed, origin.shape[-1], origin.device)
         return query + draw.level(self.bias) * signs if self.bias else query
 

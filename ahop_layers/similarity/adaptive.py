@@ -18,7 +18,7 @@ from ahop_layers.errors import (
     describe,
 )
 from ahop_layers.ops.operators import adaptive_similarity
-from ahop_layers.ops.reference import BASES, block_sums, check_bases, fold, known_blocks, pair_values, stretched, unfold
+from ahop_layers.ops.reference import BASES, block_sums, check_bases, fold, known_blocks, stretched, unfold
 from ahop_layers.similarity.blocks import Blocks, BlocksArgument, arrange, as_blocks, normalize, restore, stored_norm
 from ahop_layers.similarity.widths import differences, quantiles
 
@@ -289,28 +289,6 @@ class AdaptiveSimilarity(nn.Module):
             return query, key, None
         return restore(query, padded, self.dim), restore(key, padded, self.dim), self.block_numbers
 
-    def block_similarities(self, query: Tensor, key: Tensor, base: BaseArgument) -> Tensor:
-        """Computes the similarity of every block before sorting, to inspect a few pairs: ``(..., [H,] L, S, n)``.
-
-        Query and key are the arguments of :meth:`forward`; NaN is an unknown value, and the similarity of a block
-        without a known one. ``base`` is one of the bases. A tensor of size L x S x d is formed.
-
-        >>> similarity = AdaptiveSimilarity(4, blocks=2)
-        >>> similarity.block_similarities(torch.ones(1, 4), torch.tensor([[1.0, 2.0, 3.0, 4.0]]), "dot")
-        tensor([[[3., 7.]]])
-        """
-        if base not in self.bases:
-            raise AHopError(f"base must be one of {', '.join(map(str, self.bases))}, got {base!r}")
-        at, n = self.bases.index(base), self.blocks.count(self.dim)
-        width = None if self.widths is None else self.widths[at]
-        missing = bool(query.isnan().any() or key.isnan().any())
-        query, key, numbers = self.compared(query, key, missing)
-        if not missing or self.norm is not None:
-            return block_sums(pair_values(query, key, self.names[at], width), n, numbers)
-        widths = None if width is None else width[None]
-        (values,), known = known_blocks(query, key, (self.names[at],), n, numbers, widths)
-        return values.masked_fill(~known, torch.nan)
-
     def _check_rows(self, query: Tensor, key: Tensor) -> None:
         check_pair(query, key)
         if query.shape[-1] != self.dim:
@@ -352,17 +330,18 @@ class AdaptiveSimilarity(nn.Module):
         """
         if self.num_heads is not None:
             raise AHopError(f"explain needs a similarity without heads, got num_heads={self.num_heads}")
-        total, known = torch.zeros_like(query), ~(query.isnan() | key.isnan())
-        numbers = self.blocks.numbers(self.dim).to(query.device)
-        known |= (block_sums(known.int(), self.w.shape[-1], numbers) == 0)[:, numbers]
-        size = block_sums(known.to(query.dtype), self.w.shape[-1], numbers)
-        for base, folded in zip(self.bases, fold(self.footprint_weight()), strict=True):
-            if not folded.any():
-                continue
-            values = self.block_similarities(query[:, None], key[:, None], base)[:, 0, 0]
-            order = values.masked_fill(values.isnan(), -torch.inf).argsort(-1, descending=True)
-            weight = stretched(folded.to(values.dtype), (~values.isnan()).sum(-1))
-            added = torch.zeros_like(values).scatter(-1, order, weight) * values
+        n, numbers = self.w.shape[-1], self.blocks.numbers(self.dim).to(query.device)
+        known = ~(query.isnan() | key.isnan())
+        rows, others, blocks = self.compared(query[:, None], key[:, None], missing=not known.all())
+        values, found = known_blocks(rows, others, self.names, n, blocks, self.widths)
+        found = found[:, 0, 0]
+        known |= (block_sums(known.int(), n, numbers) == 0)[:, numbers]
+        size, total = block_sums(known.to(query.dtype), n, numbers), torch.zeros_like(query)
+        for folded, each in zip(fold(self.footprint_weight()), values, strict=True):
+            each = each[:, 0, 0]
+            order = each.masked_fill(~found, -torch.inf).argsort(-1, descending=True)
+            weight = stretched(folded.to(each.dtype), found.sum(-1))
+            added = torch.zeros_like(each).scatter(-1, order, weight) * each
             total += (added / size).nan_to_num(0.0)[:, numbers].masked_fill(~known, 0.0)
         return total
 
