@@ -299,3 +299,57 @@ def test_a_fit_with_another_default_dtype(labels):
             assert ah.AssociativeMemory(patterns.float(), labels=labels).fit().queries > 0
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+DAMAGES = (
+    None,
+    Replaced((0.0, 0.8)),
+    Noisy(1.0),
+    Missing(0.5),
+    lambda x: -x,
+    lambda x: x.roll(1, -1),
+    lambda x: x[torch.randperm(len(x))],
+)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "damage", DAMAGES, ids=("any", "replaced", "noisy", "missing", "negated", "rolled", "shuffled")
+)
+def test_a_fit_loses_no_stored_record(damage, seed):
+    """Copies of stored patterns are found after a fit, whatever the labels, the scales and the damage."""
+    generator = torch.Generator().manual_seed(seed)
+    count, dim = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((20, 150), (3, 24)))
+    patterns = torch.randn(count, dim, generator=generator) * 10 ** (4 * torch.rand(dim, generator=generator) - 2)
+    if seed % 2:
+        patterns[:, : dim // 2] = patterns[:, : dim // 2].round()
+    labels = None if seed else torch.randint(4, (count,), generator=generator)
+    memory = ah.AssociativeMemory(patterns, labels=labels)
+    report = memory.fit(damage, seed=seed)
+    scores = memory.scores(patterns)
+    assert (scores.diagonal() >= scores.amax(1)).all()
+    assert dict(report.rows)["intact records"] == 1.0
+    assert "intact records 1.000" in str(report)
+
+
+def test_stored_rows_of_wine_keep_their_class():
+    from sklearn.datasets import load_wine
+
+    rows, target = load_wine(return_X_y=True)
+    memory = ah.AssociativeMemory(rows, labels=target)
+    memory.fit()
+    assert (memory.recall(rows) == np.arange(len(rows))).all()
+    assert (memory.classify(rows) == target).all()
+
+
+def test_values_that_agree_equally_well_are_explained_equally():
+    """Exact values tie: each adds as much as the others, and more than a wrong one."""
+    patterns = random(300, 24)
+    memory = ah.AssociativeMemory(patterns)
+    memory.fit(Replaced((0.0, 0.6)))
+    query = patterns[:100].clone()
+    query[:, :8] = (query[:, :8] + 0.5) % 1.0
+    reasons = memory.explain(query, index=torch.arange(100))
+    assert (reasons[:, 8:].std(-1) < 1e-5 * reasons.abs().amax(-1)).all()
+    assert (reasons[:, :8].amax(-1) < reasons[:, 8]).double().mean() > 0.95
+    torch.testing.assert_close(reasons.sum(-1), memory.scores(query).diagonal())

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from ahop_layers.errors import (
@@ -326,7 +327,8 @@ class AdaptiveSimilarity(nn.Module):
     def explain(self, query: Tensor, key: Tensor) -> Tensor:
         """Returns what each dimension adds to the score of ``query (L, d)`` and ``key (L, d)``: ``(L, d)``.
 
-        The value of a block is divided equally among its known dimensions, or among all if it has none.
+        The value of a block is divided equally among its known dimensions, or among all if it has none. Blocks of equal
+        similarity share the mean of the weights of their ranks.
         """
         if self.num_heads is not None:
             raise AHopError(f"explain needs a similarity without heads, got num_heads={self.num_heads}")
@@ -339,8 +341,8 @@ class AdaptiveSimilarity(nn.Module):
         size, total = block_sums(known.to(query.dtype), n, numbers), torch.zeros_like(query)
         for folded, each in zip(fold(self.footprint_weight()), values, strict=True):
             each = each[:, 0, 0]
-            order = each.masked_fill(~found, -torch.inf).argsort(-1, descending=True)
-            weight = stretched(folded.to(each.dtype), found.sum(-1))
+            ordered, order = each.masked_fill(~found, -torch.inf).sort(-1, descending=True)
+            weight = _shared(stretched(folded.to(each.dtype), found.sum(-1)), ordered)
             added = torch.zeros_like(each).scatter(-1, order, weight) * each
             total += (added / size).nan_to_num(0.0)[:, numbers].masked_fill(~known, 0.0)
         return total
@@ -363,6 +365,13 @@ class AdaptiveSimilarity(nn.Module):
         text = f"{self.dim}, num_heads={self.num_heads}, bases={self.bases}, init={init}"
         blocks = self.blocks.short()
         return f"{text}, debias={self.bias is not None}" + ("" if blocks == "None" else f", blocks={blocks}")
+
+
+def _shared(weight: Tensor, ordered: Tensor) -> Tensor:
+    """Returns the mean of the ``weight (L, n)`` of equal values, which are ``ordered (L, n)``."""
+    tie = functional.pad((ordered[:, 1:] != ordered[:, :-1]).long().cumsum(-1), (1, 0))
+    total, count = (torch.zeros_like(weight).scatter_add(-1, tie, each) for each in (weight, torch.ones_like(weight)))
+    return (total / count).gather(-1, tie)
 
 
 def _check_bases(bases: Sequence[BaseArgument]) -> tuple[BaseArgument, ...]:

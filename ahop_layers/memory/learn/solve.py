@@ -375,9 +375,7 @@ def _starts(similarity: Solvable, edges: list[list[int]]) -> list[Tensor]:
     return starts
 
 
-def _preferences(
-    right: dict[str, Tensor], best: dict[str, int], available: Sequence[str]
-) -> list[tuple[str, int]]:
+def _preferences(right: dict[str, Tensor], best: dict[str, int], available: Sequence[str]) -> list[tuple[str, int]]:
     """Orders scores by every second held-out query: names and numbers, the one to take first.
 
     ``right`` says by name whether each of several scores is right for each query, bool ``(scores, L)``, and ``best`` is
