@@ -332,16 +332,6 @@ def test_a_fit_loses_no_stored_record(damage, seed):
     assert "intact records 1.000" in str(report)
 
 
-def test_stored_rows_of_wine_keep_their_class():
-    from sklearn.datasets import load_wine
-
-    rows, target = load_wine(return_X_y=True)
-    memory = ah.AssociativeMemory(rows, labels=target)
-    memory.fit()
-    assert (memory.recall(rows) == np.arange(len(rows))).all()
-    assert (memory.classify(rows) == target).all()
-
-
 def test_values_that_agree_equally_well_are_explained_equally():
     """Exact values tie: each adds as much as the others, and more than a wrong one."""
     patterns = random(300, 24)

@@ -385,11 +385,14 @@ def _preferences(right: dict[str, Tensor], best: dict[str, int], available: Sequ
     if "learned" not in right:
         return [("start", 0)]
     judged = {name: right[name][best[name], ::2].double() for name in ("learned", *available) if name in right}
-    first, last = [], []
-    for name in sorted(set(judged) - {"learned"}, key=lambda name: -judged[name].mean().item()):
+
+    def is_better(name: str) -> bool:
         more = judged[name] - judged["learned"]
-        better = more.mean().item() > more.std(correction=0).item() / math.sqrt(len(more))
-        (first if better else last).append((name, best[name]))
+        return more.mean().item() > more.std(correction=0).item() / math.sqrt(len(more))
+
+    names = sorted(list(judged)[1:], key=lambda name: -judged[name].mean().item())
+    others = [(name, best[name]) for name in sorted(names, key=lambda name: not is_better(name))]
     accuracy = right["learned"][:, ::2].double().mean(1)
     learned = [("learned", number) for number in accuracy.argsort(descending=True, stable=True).tolist()]
-    return first + learned + last
+    before = sum(map(is_better, names))
+    return others[:before] + learned + others[before:]
