@@ -301,7 +301,7 @@ def test_a_fit_with_another_default_dtype(labels):
         torch.set_default_dtype(torch.float32)
 
 
-DAMAGES = (
+ODD_DAMAGES = (
     None,
     Replaced((0.0, 0.8)),
     Noisy(1.0),
@@ -314,7 +314,7 @@ DAMAGES = (
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
-    "damage", DAMAGES, ids=("any", "replaced", "noisy", "missing", "negated", "rolled", "shuffled")
+    "damage", ODD_DAMAGES, ids=("any", "replaced", "noisy", "missing", "negated", "rolled", "shuffled")
 )
 def test_a_fit_loses_no_stored_record(damage, seed):
     """Copies of stored patterns are found after a fit, whatever the labels, the scales and the damage."""
@@ -343,3 +343,17 @@ def test_values_that_agree_equally_well_are_explained_equally():
     assert (reasons[:, 8:].std(-1) < 1e-5 * reasons.abs().amax(-1)).all()
     assert (reasons[:, :8].amax(-1) < reasons[:, 8]).double().mean() > 0.95
     torch.testing.assert_close(reasons.sum(-1), memory.scores(query).diagonal())
+
+
+def test_a_terminal_shows_what_a_fit_does(monkeypatch, capsys):
+    memory = ah.AssociativeMemory(PATTERNS)
+    memory.fit()
+    assert capsys.readouterr().err == ""  # a file or a pipe
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    memory.fit(progress=False)
+    assert capsys.readouterr().err == ""
+    memory.fit()
+    shown = capsys.readouterr().err
+    assert "fit: solving for weights" in shown
+    assert "fit: calibrating the confidence" in shown
+    assert shown.endswith("\r\033[K")  # the line is empty again

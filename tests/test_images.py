@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.memory.images import BEST_SHARE
+from ahop_layers.memory.images import BEST_SHARE, CONTRAST_START, PIXEL_START
 
 SIDE = 12
 
@@ -37,17 +37,17 @@ def patches(rows):
     return cut - cut.mean(-1, keepdim=True)
 
 
-def test_the_first_score_is_that_of_the_best_patches_and_of_near_pixels_and_contrasts(rows):
+def test_the_first_score_is_that_of_the_best_patches_and_of_pixels_and_contrasts(rows):
     similarity, query, key = fixed(rows, sizes=(4,)), rows[:3], rows[5:9]
     constant = 1e-3 * patches(rows).norm(dim=-1).square().mean().sqrt()
     cut = patches(query), patches(key)
     first, second = (part / (part.norm(dim=-1, keepdim=True) + constant) for part in cut)
     correlation = torch.einsum("lpd,spd->lsp", first, second).sort(-1, descending=True).values
     expected = correlation[..., : round(BEST_SHARE * correlation.shape[-1])].mean(-1)
-    for part, own, other in zip(similarity.parts()[:2], similarity.views(query), similarity.views(key), strict=False):
-        widths = [width for name, width in zip(part.names, part.widths.tolist(), strict=True) if name == "near"]
-        difference = (own[:, None] - other).abs()
-        expected += sum((-difference / width).exp().mean(-1) for width in widths) / len(widths)
+    views, others = similarity.views(query), similarity.views(key)
+    for place, base, start in ((0, 1, PIXEL_START), (1, 1, CONTRAST_START)):  # close pixels, rough contrasts
+        difference = (views[place][:, None] - others[place]).abs()
+        expected += start * (-difference / similarity.parts()[place].widths[base]).exp().mean(-1)
     torch.testing.assert_close(similarity(query, key), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ahop_layers.errors import AHopError
+from ahop_layers.memory import AssociativeMemory
 from ahop_layers.memory import variants as v
 from benchmarks.damages import Occluded
 
@@ -182,3 +183,13 @@ def test_every_query_draws_its_own_level():
 def test_errors(make, message):
     with pytest.raises(AHopError, match=message):
         make()
+
+
+def test_a_memory_of_images_gives_covers_their_size():
+    memory = AssociativeMemory(torch.rand(40, 2, 6, 8))
+    memory.fit(v.Covered(0.3))
+    memory.fit([v.Covered(0.3), v.Replaced(0.1)])
+    assert repr(v.Covered(0.3).of_shape((2, 6, 8))) == repr(v.Covered(0.3, 6, 8, 2))
+    assert repr(v.Covered(0.3, 4, 4).of_shape((2, 6, 8))) == repr(v.Covered(0.3, 4, 4))
+    with pytest.raises(AHopError, match=r"Covered needs a memory of images .* got height=None"):
+        AssociativeMemory(torch.rand(40, 16)).fit(v.Covered(0.3))

@@ -1,5 +1,8 @@
 """Fitting a memory: queries are drawn or given, the similarity learns from them, and its confidence is calibrated."""
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,15 +26,33 @@ from ahop_layers.similarity.protocol import is_solvable
 BIAS_QUERIES = 8192  # number of queries from which a bias is estimated
 
 
+@contextmanager
+def progress_line(wanted: bool) -> Iterator[Callable[[str], None]]:
+    """Gives a function that shows a step of a fit in one line of the terminal, which is cleared at the end."""
+    if not wanted or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda step: None
+        return
+
+    def write(text: str) -> None:
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield lambda step: write(f"fit: {step} ...")
+    finally:
+        write("")
+
+
 @torch.no_grad()
 def fit(
-    scorer: Scorer, damage: Any, by_label: bool, seed: int
+    scorer: Scorer, damage: Any, by_label: bool, seed: int, show: Callable[[str], None]
 ) -> tuple[float, tuple[Calibration, Tensor] | None, FitReport]:
     """Learns the similarity of a memory in place; see :meth:`ahop_layers.AssociativeMemory.fit`.
 
-    Returns the temperature, by which scores are divided to be logits, the result of :func:`calibrate`, and the report.
+    ``show`` is told what is done next. Returns the temperature, by which scores are divided to be logits, the result of
+    :func:`calibrate`, and the report.
     """
     stored, similarity, device = scorer.stored, scorer.similarity, scorer.stored.patterns.device
+    show("drawing queries")
     if damage is None:
         damage = questions.any_damage(stored.shape, getattr(similarity, "allows_missing", False))
     data = _read_damage(damage, scorer, by_label)
@@ -61,17 +82,18 @@ def fit(
         bias.copy_(_estimate_bias(*_bias_pairs(data, stored, by_label, generator)))
     if isinstance(similarity, AutoSimilarity):
         asked = asked._replace(query=scorer.clamped(asked.query))
-    temperature, report = learn(similarity, patterns, own, asked, generator)
+    temperature, report = learn(similarity, patterns, own, asked, generator, show)
     if stored.classes is not None and not by_label and not isinstance(data, Variant):
         data = stored.class_of(data[0]), data[1]
     generator = torch.Generator(device).manual_seed(seed ^ 0x2545F491 ^ 0x5851F42D4C957F2D)
+    show("calibrating the confidence")
     return temperature, calibrate(scorer, data, by_label, generator), report
 
 
 def _read_damage(damage: Any, scorer: Scorer, by_label: bool) -> Variant | Pairs:
     """Returns a damage as a variant, or the index or class and the query of given pairs."""
     if not isinstance(damage, (tuple, list)) or any(map(callable, damage)):
-        return as_damage(damage)
+        return as_damage(damage).of_shape(scorer.stored.shape)
     if len(damage) != 2:
         raise AHopError(f"damage must be a variant or a pair (index, query), got {len(damage)} values")
     stored, device = scorer.stored, scorer.stored.patterns.device

@@ -23,7 +23,7 @@ from ahop_layers.errors import (
 from ahop_layers.memory import storage
 from ahop_layers.memory.arrays import Array, as_given, as_indices, from_numpy
 from ahop_layers.memory.confidence import CALIBRATED, Asked, Calibration, Hits
-from ahop_layers.memory.fit import fit
+from ahop_layers.memory.fit import fit, progress_line
 from ahop_layers.memory.learn.auto import first_inverse_temperature
 from ahop_layers.memory.learn.solve import FitReport
 from ahop_layers.memory.parts import describe_parts, make_parts, named_similarity
@@ -334,7 +334,7 @@ class AssociativeMemory(Associator):
 
     # Learning.
 
-    def fit(self, damage: Any = None, by: str | None = None, *, seed: int = 0) -> FitReport:
+    def fit(self, damage: Any = None, by: str | None = None, *, seed: int = 0, progress: bool = True) -> FitReport:
         """Learns the similarity from damaged queries.
 
         With ``similarity="auto"``, and with any :class:`~ahop_layers.AdaptiveSimilarity` without heads, the score is
@@ -354,9 +354,12 @@ class AssociativeMemory(Associator):
                 ``(label (n,), query (n, d))``. A query that was made of a stored pattern is scored without that
                 pattern, unless it is the only one of its class. None means by label if the memory has labels.
             seed: seed of all random numbers.
+            progress: whether a terminal shows what is being done. Files and pipes are not written to.
 
         Returns:
-            A report that prints as a table: the accuracy of simple scores and of the learned one on held-out queries.
+            A report that prints as a table: the accuracy of simple scores and of the learned one on held-out queries,
+            and the share of stored patterns that find themselves. A score that finds fewer of them than before is not
+            taken.
 
         >>> import torch, ahop_layers as ah
         >>> patterns = torch.rand(200, 24, generator=torch.Generator().manual_seed(1))
@@ -371,7 +374,8 @@ class AssociativeMemory(Associator):
         by = ("pattern" if stored.labels is None else "label") if by is None else by
         check_choice("by", by, ("pattern", "label"))
         with self._writing, torch.inference_mode(False), torch.no_grad(), unchanged_on_error(self):
-            temperature, calibrated, report = fit(self._scorer(), damage, by == "label", int(seed))
+            with progress_line(progress) as show:
+                temperature, calibrated, report = fit(self._scorer(), damage, by == "label", int(seed), show)
             if self._fits_beta:
                 self.beta.fill_(1 / temperature)
             self.calibration = torch.zeros_like(self.calibration)

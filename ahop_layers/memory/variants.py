@@ -10,7 +10,7 @@ positions. An invalid argument raises an :class:`~ahop_layers.AHopError`.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from inspect import Parameter, signature
@@ -52,6 +52,10 @@ class Variant(ABC):
         >>> Replaced(1.0).bind(torch.tensor([[3.0, 5.0], [3.0, 5.0]]))(torch.zeros(1, 2))
         tensor([[3., 5.]])
         """
+        return self
+
+    def of_shape(self, shape: Sequence[int]) -> "Variant":
+        """Returns the variant for patterns of a ``shape``, such as ``(H, W)``, from which :class:`Covered` takes it."""
         return self
 
     def sample(self, patterns: Tensor, n: int, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -98,6 +102,10 @@ class _Composed(Variant):
     def bind(self, patterns: Tensor) -> Variant:
         """Binds every part."""
         return _Composed(tuple(part.bind(patterns) for part in self.parts))
+
+    def of_shape(self, shape: Sequence[int]) -> Variant:
+        """Gives every part the shape."""
+        return _Composed(tuple(part.of_shape(shape) for part in self.parts))
 
     def __call__(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
         """Applies every part to the result of the one before."""
@@ -184,7 +192,8 @@ class _Drawn(Variant):
             if not low < high:
                 raise AHopError(f"low must be below high, got {low!r} and {high!r}")
         check_seed(seed=given.get("seed", 0))
-        check_sizes(**{name: given[name] for name in ("height", "width", "channels") if name in given})
+        sizes = {name: given.get(name) for name in ("height", "width", "channels")}
+        check_sizes(**{name: size for name, size in sizes.items() if size is not None})
         for name in (name for name in RULES if name in given):
             level = given[name]
             if level is None and "std" in given:  # Noisy has the other one
@@ -311,7 +320,8 @@ class Covered(_Drawn):
 
     The rectangle has any shape and ``share`` of the area. It is filled, each in a third of the queries, with one value,
     with random squares of 4 x 4 pixels, or with the same part of another pattern, upside down. A call without
-    :meth:`bind` takes values and patterns from its rows.
+    :meth:`bind` takes values and patterns from its rows. ``height``, ``width`` and ``channels`` may be left out for a
+    memory of images, which knows them.
 
     >>> images = torch.rand(3, 64)
     >>> (Covered(0.5, height=8, width=8)(images) == images).float().mean(-1) > 0.3
@@ -319,10 +329,17 @@ class Covered(_Drawn):
     """
 
     share: Level
-    height: int
-    width: int
+    height: int | None = None
+    width: int | None = None
     channels: int = 1
     others: Tensor | None = field(default=None, repr=False, kw_only=True)
+
+    def of_shape(self, shape: Sequence[int]) -> Variant:
+        """Takes the size of an image from the patterns, unless it was given."""
+        if self.height is not None or len(shape) < 2:
+            return self
+        channels, height, width = (1, *shape)[-3:]
+        return replace(self, height=height, width=width, channels=channels)
 
     def bind(self, patterns: Tensor) -> Variant:
         """Takes values, and the images that cover others, from the patterns."""
@@ -330,6 +347,9 @@ class Covered(_Drawn):
         return replace(self, others=rows[:: max(1, len(rows) // COVER_IMAGES)])
 
     def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
+        if self.height is None or self.width is None:
+            rule = "Covered needs a memory of images (N, H, W) or (N, C, H, W), or height and width"
+            raise AHopError(f"{rule}, got height={self.height}, width={self.width} and rows {describe(origin)}")
         dim = self.channels * self.height * self.width
         if origin.shape[-1] != dim:
             raise AHopError(f"origin must be (n, channels * height * width) = (n, {dim}), got {describe(origin)}")

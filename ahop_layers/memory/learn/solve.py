@@ -15,7 +15,7 @@ as a step function, are stretched to d ranks.
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -295,6 +295,7 @@ def learn(
     labels: Tensor | None,
     asked: Questions,
     generator: torch.Generator,
+    show: Callable[[str], None] = lambda step: None,
     **options: Any,
 ) -> tuple[float, FitReport]:
     """Learns a similarity that finds the pattern, or the class, that a query belongs to.
@@ -310,6 +311,7 @@ def learn(
             answer for queries that were made of it, so that the accuracy holds for unseen patterns.
         asked: the queries, of which some are held out.
         generator: draws candidates.
+        show: is told what is done next.
         options: for ``"auto"``, the ``bases``, and the number of ``bins`` of ranks; with one, ranks do not matter.
 
     Returns:
@@ -321,10 +323,13 @@ def learn(
     kind: Any = _Fixed
     if is_solvable(similarity):
         kind = _Auto if isinstance(similarity, AutoSimilarity) else _Given
+    show("comparing queries with candidates")
     learner = kind(similarity, patterns, labels, asked, generator, **options)
     fitted = int(learner.candidates.usable[: asked.fitted].sum())
     rest = slice(fitted, None) if fitted < len(learner.candidates.query) else slice(0, None)
+    show("solving for weights")
     learner.solve(slice(0, fitted))
+    show("judging scores by held-out queries")
     right = learner.judge(rest)
     right = {"cosine": _cosine(learner.setting, rest, learner.held)[None], **right}
     reported = torch.ones_like(right["cosine"][0])
