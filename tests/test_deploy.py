@@ -323,6 +323,8 @@ def test_a_killed_save_leaves_the_old_file(rows, tmp_path):
     process.wait()
     assert path.read_bytes() == before
     assert len(AssociativeMemory.load(path)) == 60
+    AssociativeMemory(rows[:5]).save(path)
+    assert [*tmp_path.iterdir()] == [path]  # without what the killed save left
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
