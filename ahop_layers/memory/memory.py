@@ -4,7 +4,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,10 +29,10 @@ from ahop_layers.memory.learn.solve import FitReport
 from ahop_layers.memory.parts import describe_parts, make_parts, named_similarity
 from ahop_layers.memory.search import CHUNK_SCORES, QUERIES_AT_ONCE, Scorer
 from ahop_layers.memory.shards import Shards
-from ahop_layers.memory.storage import Stored, as_patterns, make_stored, unchanged_on_error
+from ahop_layers.memory.storage import Stored, as_patterns, make_stored
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import check_state
+from ahop_layers.similarity.adaptive import check_state, unchanged_on_error
 from ahop_layers.similarity.associator import Associator
 from ahop_layers.similarity.protocol import Similarity
 
@@ -73,6 +73,7 @@ class AssociativeMemory(Associator):
     [['pattern 0'], ['pattern 1'], ['pattern 2']]
     """
 
+    _ranges: ClassVar[dict[str, str]] = {"beta": "a positive number", "foreign": "a number between 0 and 1"}
     beta: Tensor
     calibration: Tensor
     foreign: Tensor
@@ -499,6 +500,9 @@ class AssociativeMemory(Associator):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state dict, which may hold another number of patterns. If it fails, the memory is unchanged.
 
+        What a state dict does not name is kept and reported as missing, or refused if ``strict``. A memory without a
+        fit says so: its ``calibration`` is 0, and its ``similarity.units`` are empty.
+
         Args:
             state_dict: of a memory that has labels, names of classes and ids if and only if this one does.
             strict, assign: as for ``nn.Module``.
@@ -513,25 +517,23 @@ class AssociativeMemory(Associator):
             return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *args: Any
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
     ) -> None:
         """Takes what is stored, and the number of patterns, from the state dict."""
-        beta = state_dict.get(prefix + "beta")
         check_state(self, state_dict, prefix)
-        given = {name: state_dict.pop(prefix + name, None) for name in storage.STORED}
-        for name in ("calibration", "foreign"):  # need not be there
-            state_dict.setdefault(prefix + name, torch.zeros_like(getattr(self, name)))
-        if isinstance(beta, Tensor) and not bool((beta > 0).all()):
-            raise AHopError(f"{prefix}beta must be a positive number, got {beta.tolist()!r}")
-        if given["patterns"] is not None:
+        calibration = state_dict.get(prefix + "calibration")
+        if isinstance(calibration, Tensor) and bool((calibration.flatten()[:1] < 0).any()):
+            raise AHopError(f"{prefix}calibration must have a factor of at least 0, got {calibration.tolist()}")
+        if prefix + "patterns" in state_dict:
+            given = {name: state_dict.pop(prefix + name, None) for name in storage.STORED}
             before = self._unsharded("load_state_dict")
-            stored = before.loaded(prefix, given, local_metadata.get("assign_to_params_buffers", False))
+            stored = before.loaded(prefix, given, metadata.get("assign_to_params_buffers", False))
             if stored.unknown:
                 self._scorer().check_missing(f"{prefix}patterns")
             self._stored = stored
-        elif strict and self.shards is None:
-            args[0].append(prefix + "patterns")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *args)
+        elif self.shards is None:
+            missing += [prefix + name for name in self._stored.tensors() if prefix + name not in state_dict]
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
 
     def save(self, path: str | Path) -> None:
         """Saves the whole memory in one file: patterns, labels, ids, similarity, temperature and confidence.
@@ -564,7 +566,7 @@ class AssociativeMemory(Associator):
             memory = cls(tensors["patterns"], labels=labels, ids=ids, **parts, check=check)
             rest = {name: tensor for name, tensor in tensors.items() if name not in storage.STORED}
             keys = memory.load_state_dict(rest, strict=False)
-            if keys.missing_keys != ["patterns"] or keys.unexpected_keys:  # which the memory has already
+            if not set(storage.STORED).issuperset(keys.missing_keys) or keys.unexpected_keys:  # it has them already
                 raise AHopError(f"expected other tensors, got {keys}")
             memory._fits_beta = bool(header["fits_beta"])
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:

@@ -2,21 +2,18 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from ahop_layers import files
 from ahop_layers.errors import FINITE_BLOCK, AHopError, describe, has_unknown
 from ahop_layers.memory.arrays import as_tensor, check_values
 from ahop_layers.memory.labels import Classes, Ids, as_ids, as_labels, classes_of
-from ahop_layers.memory.learn.auto import AutoSimilarity
 from ahop_layers.memory.shards import Shards
 from ahop_layers.ops.reference import accumulation_dtype
 
@@ -317,28 +314,6 @@ def text_value(name: str, tensor: Any) -> Any:
         raise AHopError(f"{name} must be JSON in UTF-8, got {type(tensor).__name__} of other bytes") from error
 
 
-@contextmanager
-def unchanged_on_error(module: Any) -> Iterator[None]:
-    """Restores all parameters and buffers of a memory, and what it stores, if the body raises an Exception."""
-    stored = module._stored
-    owners = [owner for part in module.modules() for owner in (part._parameters, part._buffers)]
-    before: list[dict[str, Any]] = [dict(owner) for owner in owners]
-    tensors = [each for owner in before for each in owner.values() if each is not None and not is_lazy(each)]
-    values = [tensor.detach().clone() for tensor in tensors]
-    try:
-        yield
-    except Exception:
-        module._stored = stored
-        for owner, tensor_of in zip(owners, before, strict=True):
-            owner.update(tensor_of)
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
-        if isinstance(module.similarity, AutoSimilarity):
-            module.similarity.refresh()
-        raise
-
-
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the tensors and the header of the file of a memory."""
     tensors, header = files.read(path, FILE_KEY, "AssociativeMemory.save")
@@ -354,8 +329,11 @@ def labels_and_ids(tensors: Mapping[str, Any], prefix: str = "") -> tuple[Any, A
     names, ids = (None if text is None else text_value(prefix + key, text) for key, text in texts)
     labels: Any = tensors.get("labels")
     if labels is not None and names is not None:
+        words = isinstance(names, list) and all(isinstance(each, str) for each in names)
+        if not words or len(set(names)) < len(names):
+            raise AHopError(f"{prefix}names must be different strings, got {names!r}")
         try:
-            labels = [names[place] for place in labels.tolist()]
-        except (AttributeError, IndexError, KeyError, TypeError):
+            labels = [dict(enumerate(names))[place] for place in labels.tolist()]
+        except (AttributeError, KeyError, TypeError):
             raise AHopError(f"{prefix}labels must be indices of the names of classes, got others") from None
     return labels, ids
