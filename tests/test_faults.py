@@ -118,6 +118,7 @@ NONSENSE = {
     "separation.alpha_logit": (torch.inf,),
     "calibration": (torch.nan, -1.0, 1),
     "foreign": (-0.1, 1.1, torch.nan),
+    "fit_counts": (-1, 0.5),
     "labels": (-1, 2),
     "names": (storage.text_tensor(["a", "a"]), storage.text_tensor({"0": "a", "1": "b"}), storage.text_tensor([1, 2])),
 }

@@ -1,6 +1,7 @@
 """The associative memory: scores, retrieval, what fit learns, storage, memory use and errors."""
 
 import copy
+import warnings
 from functools import partial
 
 import numpy as np
@@ -158,6 +159,44 @@ def test_add_and_remove_without_refitting():
     torch.testing.assert_close(memory.patterns, patterns[7:8])
     assert memory.labels.tolist() == [7]
     refuses("index must leave at least one pattern, got all 1", memory.remove, [0])
+
+
+def test_add_and_remove_say_once_that_a_fit_is_due(small_fit, tmp_path):
+    def changes(memory):
+        memory.remove([0] * 5)
+        memory.add(torch.rand(19, 8))  # as many as half of those fitted, with the one removed
+        with pytest.warns(UserWarning, match="21 patterns were added or removed since the fit of 40: call memory.fit"):
+            memory.add(torch.rand(1, 8))
+        memory.remove(range(30))
+        memory.add(torch.rand(50, 8))
+
+    memory = AssociativeMemory(torch.rand(40, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memory.add(torch.rand(100, 8))  # nothing was fitted
+        memory.remove(range(100))
+        memory.fit()
+        other = copy.deepcopy(memory)
+        changes(memory)
+        memory.fit()
+        memory.add(torch.rand(5, 8))
+        pytest.importorskip("safetensors", reason="memories are saved with safetensors")
+        other.save(tmp_path / "memory")
+        changes(AssociativeMemory.load(tmp_path / "memory"))
+
+
+def test_confidence_follows_add_after_a_memory_is_loaded(small_fit, tmp_path):
+    pytest.importorskip("safetensors", reason="memories are saved with safetensors")
+    memory, more = AssociativeMemory(torch.rand(60, 16)), torch.rand(20, 16)
+    memory.fit()
+    memory.save(tmp_path / "memory")
+    loaded = AssociativeMemory.load(tmp_path / "memory")
+    for each in (memory, loaded):
+        each.add(more)
+    first, second = (each.search(more).confidence for each in (memory, loaded))
+    assert torch.equal(first, second)
+    assert memory.threshold() == loaded.threshold()
+    assert (first[:20, 0] > memory.threshold()).all()
 
 
 def test_bad_indices_are_named():

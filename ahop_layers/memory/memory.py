@@ -1,6 +1,7 @@
 """AssociativeMemory: search of stored patterns Xi by a learned similarity, and retrieval ``y = Xi sep(sim(Xi, x))``."""
 
 import threading
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,8 @@ from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import check_state, unchanged_on_error
 from ahop_layers.similarity.associator import Associator
 from ahop_layers.similarity.protocol import Similarity
+
+CHANGES_UNTIL_FIT = 0.5  # patterns added or removed since a fit, as a share of those fitted, until another one is due
 
 
 class AssociativeMemory(Associator):
@@ -73,10 +76,15 @@ class AssociativeMemory(Associator):
     [['pattern 0'], ['pattern 1'], ['pattern 2']]
     """
 
-    _ranges: ClassVar[dict[str, str]] = {"beta": "a positive number", "foreign": "a number between 0 and 1"}
+    _ranges: ClassVar[dict[str, str]] = {
+        "beta": "a positive number",
+        "foreign": "a number between 0 and 1",
+        "fit_counts": "a number of at least 0",
+    }
     beta: Tensor
     calibration: Tensor
     foreign: Tensor
+    fit_counts: Tensor
     _stored: Stored
 
     def __init__(
@@ -103,6 +111,8 @@ class AssociativeMemory(Associator):
             raise AHopError(f"beta must be a positive number within the range of {wide}, got {beta!r}")
         self.register_buffer("calibration", torch.zeros(4, dtype=torch.float64, device=rows.device))  # none yet
         self.register_buffer("foreign", torch.zeros(CALIBRATED, device=rows.device))
+        # The number of patterns at the last fit, and of those added or removed since.
+        self.register_buffer("fit_counts", torch.zeros(2, dtype=torch.int64, device=rows.device))
         sample = rows if rows.dtype == stored.dtype else stored.sample(stored.spread())
         self.similarity = named_similarity(similarity, sample, shape) if isinstance(similarity, str) else similarity
         self.separation = Separation(separation) if isinstance(separation, str) else separation
@@ -341,7 +351,8 @@ class AssociativeMemory(Associator):
         With ``similarity="auto"``, and with any :class:`~ahop_layers.AdaptiveSimilarity` without heads, the score is
         linear in its weights, and learning them is a small regression that is solved in seconds, without epochs or a
         learning rate. The inverse temperature :attr:`beta` and the confidence of hits are set as well, and for
-        ``"auto"`` the widths and the units of dimensions; :meth:`add` keeps all of them. If a simple score such as L1
+        ``"auto"`` the widths and the units of dimensions; :meth:`add` and :meth:`remove` keep all of them, and warn
+        once if their patterns are more than half of the number at the fit. If a simple score such as L1
         is better on held-out queries, it is the result of ``"auto"``; other similarities then keep their weights. A
         bias of zero is first set to its least-squares estimate. A similarity without weights to solve for, such as
         ``"dot"`` or a module of yours, is calibrated only.
@@ -375,6 +386,7 @@ class AssociativeMemory(Associator):
             temperature, calibrated, report = fit(self._scorer(), damage, by == "label", int(seed))
             if self._fits_beta:
                 self.beta.fill_(1 / temperature)
+            self.fit_counts = self.fit_counts.new_tensor([stored.count, 0])
             self.calibration = torch.zeros_like(self.calibration)
             if calibrated is not None:
                 calibration, foreign = calibrated
@@ -421,6 +433,7 @@ class AssociativeMemory(Associator):
                 self._scorer().check_missing("patterns")
             joined, place = stored.joined(added, replace)
             self._stored = joined
+            self._count_changes(len(rows))
             return place
 
     def remove(self, index: Any = None, *, ids: Any = None) -> None:
@@ -446,6 +459,15 @@ class AssociativeMemory(Associator):
             if not keep.any():
                 raise AHopError(f"index must leave at least one pattern, got all {len(keep)}")
             self._stored = stored.only(keep.nonzero().flatten().to(stored.patterns.device))
+            self._count_changes(len(keep) - len(self))
+
+    def _count_changes(self, count: int) -> None:
+        """Counts patterns that were added or removed since the last fit, and warns when another one is due."""
+        fitted, before = self.fit_counts.tolist()
+        self.fit_counts = self.fit_counts.new_tensor([fitted, before + count])
+        if fitted and before <= CHANGES_UNTIL_FIT * fitted < before + count:
+            changed = f"{before + count} patterns were added or removed since the fit of {fitted}"
+            warnings.warn(f"{changed}: call memory.fit() again, for the score and its confidence", stacklevel=3)
 
     def _unsharded(self, name: str) -> Stored:
         if self.shards is not None:
