@@ -339,6 +339,7 @@ def test_memories_and_hits_are_copied(copied, rows, small_fit):
     assert again.ids == hits.ids
     assert all(map(torch.equal, (*again, again.labels, again.confidence), (*hits, hits.labels, hits.confidence)))
     assert str(again) == str(hits)
+    assert "ids=[['0'], ['1']], confidence=tensor(" in str(hits)
 
 
 def test_a_pickled_hit_does_not_carry_the_memory():

@@ -22,7 +22,7 @@ from ahop_layers.errors import (
     describe,
 )
 from ahop_layers.memory import storage
-from ahop_layers.memory.arrays import Array, as_given, as_indices, from_numpy
+from ahop_layers.memory.arrays import Array, as_given, as_indices, column_names, from_numpy
 from ahop_layers.memory.confidence import CALIBRATED, Asked, Calibration, Hits
 from ahop_layers.memory.fit import fit
 from ahop_layers.memory.learn.auto import first_inverse_temperature
@@ -48,7 +48,9 @@ class AssociativeMemory(Associator):
 
     Args:
         patterns: ``(N, d)``, or images ``(N, H, W)`` or ``(N, C, H, W)``: a tensor, an array, a data frame or a list. A
-            tensor or array of floating-point numbers or uint8 is not copied; do not modify it. NaN is an unknown value.
+            tensor or array of floating-point numbers or uint8 is not copied; do not modify it. NaN is an unknown value,
+            and so is what a masked array masks. If the patterns are a data frame, the columns of other data frames,
+            queries too, are arranged by their names; the values of arrays keep their order.
             Patterns may be memory-mapped and larger than the memory of the machine (``torch.from_file``,
             ``torch.load(..., mmap=True)``). If ``blocks`` of the similarity is a tensor, scoring arranges the patterns
             by block once and keeps that copy, up to 2**28 elements.
@@ -99,9 +101,10 @@ class AssociativeMemory(Associator):
         check: bool = True,
     ) -> None:
         super().__init__()
+        columns = column_names("patterns", patterns)
         rows, shape = as_patterns(patterns)
         self._writing = threading.RLock()
-        self._stored = stored = make_stored(rows, shape, labels, ids, check)
+        self._stored = stored = make_stored(rows, shape, labels, ids, check, columns=columns)
         wide = accumulation_dtype(stored.dtype)
         self._fits_beta = beta is None
         if beta is not None:
@@ -149,6 +152,11 @@ class AssociativeMemory(Associator):
     def ids(self) -> list[str | int] | None:
         """The name of each pattern, or None."""
         return None if self._stored.ids is None else list(self._stored.ids)
+
+    @property
+    def columns(self) -> list[str] | None:
+        """The names of the columns of the data frame that the patterns were, or None."""
+        return None if self._stored.columns is None else list(self._stored.columns)
 
     @property
     def classes(self) -> Any:
@@ -284,7 +292,7 @@ class AssociativeMemory(Associator):
             place = as_indices(index, scorer.stored.count, asked.rows.device, tuple(asked.batch)).flatten()
         pairs = zip(torch.split(asked.rows, QUERIES_AT_ONCE), torch.split(place, QUERIES_AT_ONCE), strict=True)
         parts = [scorer.explain(rows, at) for rows, at in pairs]
-        return as_given(x, scorer.stored.shaped(asked.result(torch.cat(parts))))
+        return as_given(x, scorer.stored.shaped(asked.result(torch.cat(parts))), scorer.stored.columns)
 
     def _calibration(self) -> Calibration | None:
         """Returns the calibration of the last fit."""
@@ -317,7 +325,7 @@ class AssociativeMemory(Associator):
         states = torch.cat([self._update(scorer, chunk, steps) for chunk in torch.split(asked.rows, size)])
         stored = scorer.stored
         values = asked.result(states).to(stored.patterns.dtype if stored.patterns.is_floating_point() else stored.dtype)
-        return as_given(x, values.reshape(tuple(getattr(x, "shape", values.shape))))
+        return as_given(x, values.reshape(tuple(getattr(x, "shape", values.shape))), stored.columns)
 
     def _update(self, scorer: Scorer, rows: Tensor, steps: int) -> Tensor:
         """Retrieves ``rows (L, d) -> (L, d)`` with ``steps`` updates."""
@@ -417,7 +425,7 @@ class AssociativeMemory(Associator):
         """
         with self._writing:
             stored = self._unsharded("add")
-            rows, shape = as_patterns(patterns)
+            rows, shape = as_patterns(patterns, stored.columns)
             if shape not in (stored.shape, (stored.dim,)):
                 expected = ", ".join(map(str, ("n", *stored.shape)))
                 raise AHopError(f"patterns must be ({expected}), as those stored, got patterns of the shape {shape}")
@@ -526,7 +534,7 @@ class AssociativeMemory(Associator):
         fit says so: its ``calibration`` is 0, and its ``similarity.units`` are empty.
 
         Args:
-            state_dict: of a memory that has labels, names of classes and ids if and only if this one does.
+            state_dict: of a memory that has labels, names of classes, ids and columns if and only if this one does.
             strict, assign: as for ``nn.Module``.
 
         >>> memory = AssociativeMemory(torch.zeros(3, 4))
@@ -583,9 +591,10 @@ class AssociativeMemory(Associator):
         path = files.as_path(path)
         tensors, header = storage.read(path)
         try:
-            labels, ids = storage.labels_and_ids(tensors)
-            parts = make_parts(header, tensors)
-            memory = cls(tensors["patterns"], labels=labels, ids=ids, **parts, check=check)
+            own, parts = storage.belongings(tensors), make_parts(header, tensors)
+            columns = own.pop("columns")
+            memory = cls(tensors["patterns"], **own, **parts, check=check)
+            memory._stored = replace(memory._stored, columns=columns)
             rest = {name: tensor for name, tensor in tensors.items() if name not in storage.STORED}
             keys = memory.load_state_dict(rest, strict=False)
             if not set(storage.STORED).issuperset(keys.missing_keys) or keys.unexpected_keys:  # it has them already
