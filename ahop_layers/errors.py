@@ -146,10 +146,15 @@ _NUMBERS: dict[str, Callable[[float], bool]] = {
 
 
 def check_numbers(rule: str, **numbers: object) -> None:
-    """Raises unless every number is finite and satisfies ``rule``, a key of ``_NUMBERS``."""
+    """Raises unless every number is finite and satisfies ``rule``, a key of ``_NUMBERS``. A bool is no number.
+
+    A ``dropout`` may be one: projects with hflayers have ``dropout=False``.
+    """
     for name, value in numbers.items():
+        is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+        no_number = isinstance(value, str | bytes) or (is_bool and name != "dropout")
         try:
-            number = float("nan") if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
+            number = float("nan") if no_number else float(value)  # type: ignore[arg-type]
         except (OverflowError, RuntimeError, TypeError, ValueError):  # such as None, or an array of several numbers
             number = float("nan")
         if not (abs(number) < float("inf") and _NUMBERS[rule](number)):

@@ -4,7 +4,9 @@ import contextlib
 import importlib
 import json
 import os
-import uuid
+import shutil
+import tempfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,36 +23,54 @@ def as_path(path: Any) -> Path:
     return Path(path)
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Gives a path to write to, and moves it to ``path`` at the end: whoever reads sees the old file or the new one."""
-    library = _safetensors()
-    if path.is_dir() or not path.parent.is_dir():
-        raise AHopError(f"path must be a file in a folder that exists, got {str(path)!r}")
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        yield part
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except (NotImplementedError, OSError, RuntimeError, library.SafetensorError) as error:
-        raise AHopError(f"path must be a file that can be written, got {str(path)!r}: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-
-
 def write(path: Path, key: str, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Writes tensors and the header ``key`` in one step."""
-    with replacing(path) as part:
-        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        _safetensors().torch.save_file(contiguous, part, metadata={key: json.dumps(header)})
+    """Writes tensors and the header ``key`` in one step: whoever reads sees the old file or the new one.
+
+    A link stays, and its target is replaced. A file keeps its mode, and the mode of a new one follows the umask.
+    """
+    library = _safetensors()
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
+        raise AHopError(f"path must be a file in a folder that exists, got {str(path)!r}")
+    try:
+        target = Path(os.path.realpath(path))
+        with _hidden_folder(target) as folder:
+            part, empty = folder / "part", folder / "empty"
+            empty.touch()
+            like = target if target.exists() else empty
+            contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            library.torch.save_file(contiguous, part, metadata={key: json.dumps(header)})
+            shutil.copymode(like, part)
+            with part.open("rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(part, target)
+    except (NotImplementedError, OSError, RuntimeError, ValueError, library.SafetensorError) as error:
+        raise AHopError(f"path must be a file that can be written, got {str(path)!r}: {error}") from error
+
+
+@contextlib.contextmanager
+def _hidden_folder(path: Path) -> Iterator[Path]:
+    """Makes a folder beside ``path`` for the time of a save, and removes the folders of killed saves to ``path``."""
+    prefix = f".ahop-{zlib.crc32(os.fsencode(path.name)):08x}-"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):  # Windows and some network drives have no such locks
+            fcntl: Any = importlib.import_module("fcntl")
+            lock = os.open(path.parent, os.O_RDONLY)
+            stack.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while another save uses the folder
+                for left in path.parent.glob(f"{prefix}*"):
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+        folder = tempfile.mkdtemp(prefix=prefix, dir=path.parent)
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        yield Path(folder)
 
 
 def read(path: Path, key: str, writer: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the tensors, mapped into memory, and the header ``key`` of a file that ``writer`` wrote."""
     library, rule = _safetensors(), f"path must be a file that {writer} wrote, got {str(path)!r}"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise AHopError(rule)
     try:
         with library.safe_open(str(path), framework="pt") as file:

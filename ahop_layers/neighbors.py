@@ -96,8 +96,10 @@ class _Neighbors(base.BaseEstimator):  # type: ignore[misc]
         self.memory_ = memory.double() if on_cpu else memory  # rounding would depend on the number of rows
 
     def _validated(self, X: Any, **options: Any) -> Any:
-        """Returns rows of finite numbers and NaN, and targets if given."""
-        return validate_data(self, X, dtype=np.float64, ensure_all_finite="allow-nan", **options)
+        """Returns rows of finite numbers and NaN, which is what a masked array masks, and targets if given."""
+        given = {"X": X, **options}
+        given |= {name: each.astype(float).filled(np.nan) for name, each in given.items() if np.ma.is_masked(each)}
+        return validate_data(self, **given, dtype=np.float64, ensure_all_finite="allow-nan")
 
     def _scaled(self, rows: Array) -> torch.Tensor:
         """Standardizes columns and compresses their tails. A row without a known value becomes the mean row."""

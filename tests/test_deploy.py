@@ -323,6 +323,8 @@ def test_a_killed_save_leaves_the_old_file(rows, tmp_path):
     process.wait()
     assert path.read_bytes() == before
     assert len(AssociativeMemory.load(path)) == 60
+    AssociativeMemory(rows[:5]).save(path)
+    assert [*tmp_path.iterdir()] == [path]  # without what the killed save left
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -337,6 +339,7 @@ def test_memories_and_hits_are_copied(copied, rows, small_fit):
     assert again.ids == hits.ids
     assert all(map(torch.equal, (*again, again.labels, again.confidence), (*hits, hits.labels, hits.confidence)))
     assert str(again) == str(hits)
+    assert "ids=[['0'], ['1']], confidence=tensor(" in str(hits)
 
 
 def test_a_pickled_hit_does_not_carry_the_memory():

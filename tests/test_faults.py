@@ -12,7 +12,7 @@ from torch import nn
 
 import ahop_layers as ah
 from ahop_layers import AssociativeMemory
-from ahop_layers.memory import variants
+from ahop_layers.memory import storage, variants
 from tests.samples import refuses, unchanged
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -113,16 +113,25 @@ NONSENSE = {
     "beta": (torch.nan, 0.0, -1.0, torch.inf),
     "similarity.w": (torch.nan, torch.inf, 1, True),
     "similarity.bias": (torch.nan, -torch.inf),
+    "similarity.widths": (0.0, -1.0, torch.nan),
+    "similarity.units": (0.0, -1.0, torch.inf),
     "separation.alpha_logit": (torch.inf,),
+    "calibration": (torch.nan, -1.0, 1),
+    "foreign": (-0.1, 1.1, torch.nan),
+    "fit_counts": (-1, 0.5),
+    "labels": (-1, 2),
+    "names": (storage.text_tensor(["a", "a"]), storage.text_tensor({"0": "a", "1": "b"}), storage.text_tensor([1, 2])),
 }
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in NONSENSE for value in NONSENSE[name]])
 def test_a_memory_with_nonsense_is_not_loaded(name, value, tmp_path):
-    memory = adaptive(torch.randn(4, 5), debias=True)
+    rows, options = torch.randn(4, 5), {"bases": ("dis", "dot", ("near", 0.5)), "debias": True}
+    memory = AssociativeMemory(rows, ah.AdaptiveSimilarity(5, **options), labels=["a", "b"] * 2)
     memory.separation = ah.separation.Separation("entmax")
+    memory.similarity.units = torch.ones(5)
     state = memory.state_dict()
-    wrong = torch.full(state[name].shape, value)
+    wrong = value if isinstance(value, torch.Tensor) else torch.full(state[name].shape, value)
     with unchanged(memory):
         refuses(f"{name} must", memory.load_state_dict, state | {name: wrong})
     memory.save(tmp_path / "memory")

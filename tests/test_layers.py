@@ -210,10 +210,17 @@ def test_a_plain_checkpoint_resets_a_trained_similarity():
     for got, expected in zip(similarity_parameters(adaptive), similarity_parameters(fresh), strict=True):
         torch.testing.assert_close(got, expected)
     assert (adaptive.hopfield.association_core.separation.alpha_logit == 0).all()
-    state = adaptive.state_dict()
-    del state["hopfield.association_core.similarity.w"]  # an adaptive checkpoint must be complete
-    with pytest.raises(RuntimeError, match=r"Missing key.*similarity\.w"):
-        adaptive.load_state_dict(state)
+    adaptive = trained(adaptive)
+    for name in ("similarity.w", "similarity.beta", "separation.alpha_logit"):  # an adaptive checkpoint is complete
+        state = trained(copy.deepcopy(adaptive)).state_dict()
+        del state[f"hopfield.association_core.{name}"]
+        before = {key: value.clone() for key, value in adaptive.state_dict().items()}
+        with pytest.raises(RuntimeError, match=f"Missing key.*{name}"):
+            adaptive.load_state_dict(state)
+        assert all(torch.equal(value, before[key]) for key, value in adaptive.state_dict().items())
+        kept = adaptive.state_dict()[f"hopfield.association_core.{name}"].clone()
+        assert adaptive.load_state_dict(state, strict=False).missing_keys == [f"hopfield.association_core.{name}"]
+        assert torch.equal(adaptive.state_dict()[f"hopfield.association_core.{name}"], kept)
 
 
 @pytest.mark.parametrize(("layer_class", "keywords"), SMALL)

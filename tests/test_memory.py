@@ -1,6 +1,7 @@
 """The associative memory: scores, retrieval, what fit learns, storage, memory use and errors."""
 
 import copy
+import warnings
 from functools import partial
 
 import numpy as np
@@ -160,6 +161,44 @@ def test_add_and_remove_without_refitting():
     refuses("index must leave at least one pattern, got all 1", memory.remove, [0])
 
 
+def test_add_and_remove_say_once_that_a_fit_is_due(small_fit, tmp_path):
+    def changes(memory):
+        memory.remove([0] * 5)
+        memory.add(torch.rand(19, 8))  # as many as half of those fitted, with the one removed
+        with pytest.warns(UserWarning, match="21 patterns were added or removed since the fit of 40: call memory.fit"):
+            memory.add(torch.rand(1, 8))
+        memory.remove(range(30))
+        memory.add(torch.rand(50, 8))
+
+    memory = AssociativeMemory(torch.rand(40, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memory.add(torch.rand(100, 8))  # nothing was fitted
+        memory.remove(range(100))
+        memory.fit()
+        other = copy.deepcopy(memory)
+        changes(memory)
+        memory.fit()
+        memory.add(torch.rand(5, 8))
+        pytest.importorskip("safetensors", reason="memories are saved with safetensors")
+        other.save(tmp_path / "memory")
+        changes(AssociativeMemory.load(tmp_path / "memory"))
+
+
+def test_confidence_follows_add_after_a_memory_is_loaded(small_fit, tmp_path):
+    pytest.importorskip("safetensors", reason="memories are saved with safetensors")
+    memory, more = AssociativeMemory(torch.rand(60, 16)), torch.rand(20, 16)
+    memory.fit()
+    memory.save(tmp_path / "memory")
+    loaded = AssociativeMemory.load(tmp_path / "memory")
+    for each in (memory, loaded):
+        each.add(more)
+    first, second = (each.search(more).confidence for each in (memory, loaded))
+    assert torch.equal(first, second)
+    assert memory.threshold() == loaded.threshold()
+    assert (first[:20, 0] > memory.threshold()).all()
+
+
 def test_bad_indices_are_named():
     memory = AssociativeMemory(uniform(5, 3))
     memory.remove([])
@@ -251,6 +290,37 @@ def test_a_failed_load_leaves_the_memory_unchanged(count, assign):
     assert all(torch.equal(memory.state_dict()[key], value) for key, value in source.state_dict().items())
 
 
+@pytest.mark.parametrize("missing", ["foreign", "calibration", "similarity.units", "similarity.widths", "all"])
+def test_a_partial_state_dict_is_refused_or_keeps_what_it_does_not_name(missing):
+    memory, other = AssociativeMemory(torch.rand(60, 8), labels=["a", "b"] * 30), torch.nn.Linear(2, 2).state_dict()
+    memory.calibration = torch.tensor([0.3, 0.2, 0.5, -1.0]).double()
+    memory.foreign = torch.linspace(0.1, 0.9, 1024)
+    memory.similarity.units = torch.rand(8) + 0.5
+    state = other if missing == "all" else {key: value for key, value in memory.state_dict().items() if key != missing}
+    for each in (memory, AssociativeMemory(memory.patterns, labels=memory.labels)):
+        with unchanged(each), pytest.raises(RuntimeError, match="Missing key.*" + missing.replace("all", "patterns")):
+            each.load_state_dict(state)
+    with unchanged(memory):
+        report = memory.load_state_dict(state, strict=False)
+    assert memory.threshold() == pytest.approx(0.892)
+    everything = {*memory.state_dict()} - {"similarity._extra_state"}
+    assert {*report.missing_keys} - {"similarity._extra_state"} == (everything if missing == "all" else {missing})
+    assert report.unexpected_keys == [*other] * (missing == "all")
+    without = AssociativeMemory(memory.patterns, labels=memory.labels)
+    memory.load_state_dict(without.state_dict())  # which says that there is no fit
+    assert memory.similarity.units is None
+    assert memory.search(memory.patterns[:2]).confidence is None
+
+
+def test_a_failed_load_keeps_the_blocks():
+    memory, other = (adaptive(uniform(5, 4), blocks=torch.tensor(each)) for each in ([0, 0, 1, 1], [0, 1, 0, 1]))
+    expected = memory.explain(memory.patterns, 0)
+    state = {key: value for key, value in other.state_dict().items() if key != "beta"}
+    with unchanged(memory), pytest.raises(RuntimeError, match=r"Missing key.*beta"):
+        memory.load_state_dict(state)
+    assert torch.equal(memory.explain(memory.patterns, 0), expected)
+
+
 def test_loading_leaves_the_tensor_of_the_caller():
     patterns = uniform(5, 3)
     before, memory = patterns.clone(), AssociativeMemory(patterns, "dot")
@@ -298,6 +368,9 @@ def fit(p, data, **keywords):
     (lambda p: AssociativeMemory(None), "patterns must be a tensor, an array or a list of numbers, got NoneType"),
     (lambda p: AssociativeMemory(p[0]), r"patterns must be \(N, d\), or images .* got \(4,\)"),
     (lambda p: AssociativeMemory(p, "cosine"), "similarity must be one of auto, dot, dis, l1, adaptive, got"),
+    (lambda p: AssociativeMemory(p, beta=True), "beta must be a positive number, got True"),
+    (lambda p: AssociativeMemory(p, beta=np.True_), "beta must be a positive number, got .*True"),
+    (lambda p: AssociativeMemory(p).threshold(True), "false_accepts must be a number between 0 and 1, got True"),
     (lambda p: AssociativeMemory(p, 5), "similarity must be a module or a function, got 5"),
     (lambda p: AssociativeMemory(p, separation=5), "separation must be a module or a function, got 5"),
     (lambda p: AssociativeMemory(p).retrieve(p, steps=0), "steps must be .* at least 1, got 0"),

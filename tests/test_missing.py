@@ -348,6 +348,26 @@ def test_memories_with_nan_are_saved_loaded_copied_and_extended(similarity, tmp_
     assert torch.equal(loaded.scores(query), clean.scores(query))
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32, np.uint8, ">i2"])
+def test_what_a_masked_array_masks_is_unknown(dtype):
+    rows = np.random.default_rng(0).integers(1, 200, (30, 6)).astype(dtype)
+    masked = np.ma.masked_array(rows, np.random.default_rng(1).random((30, 6)) < 0.3, fill_value=99)
+    known = masked.astype(float).filled(np.nan)
+    memory = ah.AssociativeMemory(masked, ids=range(30))
+    assert memory.patterns.dtype == (torch.float32 if rows.dtype.kind in "iu" else torch.from_numpy(rows).dtype)
+    assert torch.equal(memory.patterns.isnan(), torch.from_numpy(known).isnan())
+    assert np.array_equal(memory.search(masked[3:9], 3).indices, memory.search(known[3:9], 3).indices)
+    memory.add(masked[:2], ids=[30, 31])
+    assert memory.patterns[30:].isnan().equal(memory.patterns[:2].isnan())
+    whole = np.ma.masked_array(rows)
+    assert ah.AssociativeMemory(whole).patterns.dtype == ah.AssociativeMemory(rows).patterns.dtype
+    for name, message in (
+        ("labels", "labels must be integers"),
+        ("ids", "ids must be strings or integers, .* got float"),
+    ):
+        refuses(message, ah.AssociativeMemory, rows, **{name: np.ma.masked_equal(np.arange(30), 7)})
+
+
 def test_a_failed_load_keeps_unknown_values():
     patterns, query = unknown(random(8, 4), 0.3), random(3, 4, seed=2)
     memory, complete = (ah.AssociativeMemory(each, "dis") for each in (patterns, random(8, 4, seed=3)))

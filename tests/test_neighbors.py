@@ -145,6 +145,21 @@ def test_unknown_values_take_no_part(fitted, small_fit):
         model.predict(np.full((1, 4), np.inf))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_masked_values_are_unknown_and_columns_are_those_of_scikit_learn(kind, small_fit):
+    masked = np.ma.masked_array(np.where(X > 3, -999, X), X > 3)
+    unknown = masked.filled(np.nan)
+    models = [kind(random_state=0).fit(rows, Y) for rows in (masked, unknown)]
+    assert np.array_equal(models[0].kneighbors(masked)[0], models[1].kneighbors(unknown)[0])
+    with pytest.raises(ValueError, match="NaN"):
+        kind().fit(X, np.ma.masked_equal(Y, 1))
+    frame = pytest.importorskip("pandas").DataFrame(X, columns=list("abcd"))
+    model = kind(random_state=0).fit(frame, Y)
+    assert model.feature_names_in_.tolist() == list("abcd")
+    with pytest.raises(ValueError, match="feature names"):
+        model.predict(frame[list("badc")])
+
+
 def test_numbers_are_the_weighted_mean_of_those_of_the_neighbors(small_fit):
     random = np.random.default_rng(0)
     places, stations = random.uniform(0, 20, (400, 2)), random.uniform(0, 20, (30, 2))

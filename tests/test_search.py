@@ -135,6 +135,72 @@ def test_ids_keep_their_kind_and_frames_may_have_values_of_their_own_for_unknown
     assert AssociativeMemory(frame).search(frame[:2]).indices.tolist() == [[0], [1]]
 
 
+class Frame:
+    """A data frame of a library other than pandas."""
+
+    def __init__(self, columns):
+        self._columns, self.columns = columns, list(columns)
+
+    def __getitem__(self, name):
+        return type("Column", (), {"dtype": "a dtype", "to_numpy": lambda _: np.array(self._columns[name])})()
+
+    def to_numpy(self):
+        text = any(isinstance(column[0], str) for column in self._columns.values())
+        return np.array(list(self._columns.values()), dtype=object if text else float).T
+
+
+@pytest.mark.parametrize("kind", ["pandas", "other"])
+def test_the_columns_of_a_data_frame_are_matched_by_name(kind, tmp_path, small_fit):
+    make = Frame if kind == "other" else pytest.importorskip("pandas", reason="pandas is not installed").DataFrame
+    rows, order = np.random.default_rng(0).random((20, 4)), list("cadb")
+
+    def frame(rows, names):
+        return make({name: rows[:, "abcd".index(name)].tolist() for name in names})
+
+    memory, x, turned = (
+        AssociativeMemory(frame(rows, "abcd"), labels=range(20)),
+        frame(rows, "abcd"),
+        frame(rows, order),
+    )
+    assert memory.columns == list("abcd")
+    for method in (memory.scores, memory.recall, memory.classify, memory.class_scores):
+        assert np.array_equal(method(turned), method(x))
+    for method in (memory.explain, memory.retrieve):  # in the order of the query
+        assert np.array_equal(method(turned), method(x)[:, [2, 0, 3, 1]])
+    if kind == "pandas":
+        assert memory.recall(turned.iloc[7]) == 7  # a row
+    assert memory.recall(rows).tolist() == memory.recall(torch.tensor(rows)).tolist() == list(range(20))
+    pytest.importorskip("safetensors", reason="memories are saved with safetensors")
+    memory.save(tmp_path / "memory")
+    memory = AssociativeMemory.load(tmp_path / "memory")
+    memory.add(turned, labels=range(20))
+    assert torch.equal(memory.patterns[:20], memory.patterns[20:])
+    other = AssociativeMemory(turned, labels=range(20))
+    other.load_state_dict(memory.state_dict())
+    assert other.columns == list("abcd")
+    assert (
+        memory.fit((list(range(20)), turned), by="pattern").rows == memory.fit((list(range(20)), x), by="pattern").rows
+    )
+    surplus = make({**{name: [0.5] for name in "abcd"}, "name": ["text"]})
+    calls = (memory.search, memory.explain, memory.add, memory.classify, lambda x: memory.fit(([0], x)))
+    for call in calls:
+        refuses("must have the columns of the patterns, got no column 'c'", call, frame(rows, "abd"))
+        refuses("must have the columns of the patterns, got a surplus column 'name'", call, surplus)
+    refuses("patterns must be .* numbers, got .* in the column 'name'", AssociativeMemory, surplus)
+    refuses(
+        "columns must be given, got none",
+        memory.load_state_dict,
+        AssociativeMemory(rows, labels=range(20)).state_dict(),
+    )
+
+
+def test_columns_of_one_name_are_refused():
+    frame = pytest.importorskip("pandas", reason="pandas is not installed").DataFrame(
+        np.eye(3), columns=["a", "b", "a"]
+    )
+    refuses("the columns of patterns must differ, got 'a' more than once", AssociativeMemory, frame)
+
+
 def test_finite_queries_beyond_the_dtype_of_the_patterns_are_scored():
     patterns = torch.rand(20, 8, generator=torch.Generator().manual_seed(0))
     for dtype, value in ((torch.float16, 7e4), (torch.float32, 1e39)):

@@ -1,10 +1,14 @@
 """Memories on disk: state dicts as torch.save and safetensors write them, and memory-mapped patterns."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from new_tensors import LargestNewTensor
 
 import ahop_layers as ah
+from tests.samples import refuses
 
 BLOCKS = ah.Blocks(torch.tensor([0, 1, 2, 3] * 4), normalize=True)
 
@@ -83,3 +87,38 @@ def test_a_file_is_loaded_beside_one_with_a_similar_name(tmp_path):
     for name in ("faces", "faces-out-of-domain"):
         ah.AssociativeMemory(torch.eye(3)).save(tmp_path / f"{name}.safetensors")
     assert len(ah.AssociativeMemory.load(tmp_path / "faces.safetensors")) == 3
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes and links of POSIX")
+def test_a_file_has_the_mode_of_any_file_and_a_link_stays(tmp_path):
+    pytest.importorskip("safetensors", reason="memories are saved with safetensors")
+    memory, path, link = ah.AssociativeMemory(torch.eye(3)), tmp_path / "a" / "memory", tmp_path / "link"
+    path.parent.mkdir()
+    link.symlink_to(path)
+    for mask, expected in ((0o027, 0o640), (0o022, 0o640)):  # the second file replaces the first, whose mode stays
+        before = os.umask(mask)
+        try:
+            memory.save(link)
+        finally:
+            os.umask(before)
+        assert path.stat().st_mode & 0o777 == expected
+    assert link.is_symlink()
+    assert [*path.parent.iterdir()] == [path]
+    assert len(ah.AssociativeMemory.load(link)) == 3
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "\ud800"], ids=["long", "null", "surrogate"])
+def test_bad_names_of_files_are_refused(name, tmp_path):
+    pytest.importorskip("safetensors", reason="memories are saved with safetensors")
+    refuses("path must be a file", ah.AssociativeMemory(torch.eye(3)).save, tmp_path / name)
+    refuses("path must be a file", ah.AssociativeMemory.load, tmp_path / name)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_saves_to_one_path_at_the_same_time_leave_one_file(tmp_path):
+    pytest.importorskip("safetensors", reason="memories are saved with safetensors")
+    memory, path = ah.AssociativeMemory(torch.rand(2000, 64)), tmp_path / ("m" * 255)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(memory.save, [path] * 8))
+    assert [*tmp_path.iterdir()] == [path]
+    assert len(ah.AssociativeMemory.load(path)) == 2000

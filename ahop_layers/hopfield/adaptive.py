@@ -19,7 +19,7 @@ from ahop_layers.hopfield.layers import Hopfield, HopfieldInterface, HopfieldLay
 from ahop_layers.ops.reference import fold
 from ahop_layers.packed import PackedPatterns, check_bags
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Init
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Init, Restored
 from ahop_layers.similarity.associator import Associator
 from ahop_layers.similarity.blocks import BlocksArgument
 from ahop_layers.similarity.options import SimilarityOptions, SimilaritySource
@@ -45,7 +45,7 @@ else:
     HopfieldBase, HopfieldLayerBase, HopfieldPoolingBase = map(_base, (Hopfield, HopfieldLayer, HopfieldPooling))
 
 
-class AdaptiveLayer(HopfieldInterface):
+class AdaptiveLayer(Restored, HopfieldInterface):
     """The constructor of the adaptive layers: positional arguments and other keywords go to the plain layer."""
 
     def __init__(

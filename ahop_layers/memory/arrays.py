@@ -1,7 +1,9 @@
 """Arrays: data as people have it, from and to tensors, and the largest of many scores."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from math import nan
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,18 +21,21 @@ Array = TypeVar("Array", Tensor, "NDArray[Any]")
 RANKED_SCORES = 2**22  # number of scores that are ranked at once: each ranking has a fixed cost
 
 
-def as_tensor(name: str, x: Any, device: torch.device | None = None) -> Tensor:
+def as_tensor(name: str, x: Any, device: torch.device | None = None, columns: Sequence[str] | None = None) -> Tensor:
     """Returns a tensor, an array, a data frame or a list of numbers as a tensor of floating-point numbers or uint8.
 
-    All but tensors are moved to ``device``. Integers become floating-point numbers, except uint8.
+    All but tensors are moved to ``device``. Integers become floating-point numbers, except uint8. The columns of a data
+    frame are arranged as ``columns``, if these are given, and must have their names.
     """
+    order = _column_order(name, x, columns)
     given = from_numpy(x, device)
     if not isinstance(given, Tensor):
         try:
-            given = torch.as_tensor(x, device=device)
+            given = torch.as_tensor(given, device=device)
         except (RuntimeError, TypeError, ValueError):
-            kind = getattr(x, "dtype", type(x).__name__)
+            kind = _text_column(x) or getattr(x, "dtype", type(x).__name__)
             raise AHopError(f"{name} must be a tensor, an array or a list of numbers, got {kind}") from None
+    given = given if order is None else given[..., order]
     if given.is_complex() or given.is_quantized or given.is_nested or given.layout is not torch.strided:
         kind = "nested" if given.is_nested else f"{given.dtype}, {given.layout}"
         raise AHopError(f"{name} must be real numbers in a dense tensor, got {kind}")
@@ -67,12 +72,18 @@ def as_indices(index: Any, count: int, device: torch.device, shape: tuple[int, .
 
 
 def from_numpy(x: Any, device: torch.device | None = None) -> Any:
-    """Returns a NumPy array of numbers, or data of pandas, as a tensor on ``device``, and anything else unchanged."""
+    """Returns a NumPy array of numbers, or a data frame, as a tensor on ``device``, and anything else unchanged.
+
+    What a masked array masks is NaN.
+    """
     numpy = sys.modules.get("numpy")  # not a dependency: where it is not imported, nobody has an array
     if hasattr(x, "to_numpy"):
         x = _as_array(x)
     if numpy is None or not isinstance(x, numpy.ndarray) or x.dtype.kind not in "biufc":
         return x
+    if numpy.ma.is_masked(x):
+        values, mask = (from_numpy(each, device) for each in (x.data, numpy.ma.getmaskarray(x)))
+        return (values if values.is_floating_point() else values.to(torch.get_default_dtype())).masked_fill(mask, nan)
     if x.dtype.kind == "f" and x.dtype.itemsize > 8:
         x = x.astype(numpy.float64)
     # Copies arrays that are read-only or have negative strides or another byte order, which PyTorch does not support.
@@ -83,18 +94,56 @@ def from_numpy(x: Any, device: torch.device | None = None) -> Any:
 def _as_array(frame: Any) -> Any:
     """Returns data of pandas as an array, with NaN for the unknown values of dtypes such as Int64."""
     pandas, array = sys.modules.get("pandas"), frame.to_numpy()
-    if pandas is None or array.dtype != object or not isinstance(frame, pandas.DataFrame):
+    if pandas is None or array.dtype != object or not isinstance(frame, pandas.DataFrame) or _text_column(frame):
         return array
-    numbers = all(map(pandas.api.types.is_numeric_dtype, frame.dtypes))
-    return frame.to_numpy(dtype="float64", na_value=float("nan")) if numbers else array
+    return frame.to_numpy(dtype="float64", na_value=nan)
 
 
-def as_given(x: Array, result: Any) -> Array:
+def column_names(name: str, x: Any) -> tuple[str, ...] | None:
+    """Returns the names of the columns of a data frame, or of the values of one of its rows; None for other data."""
+    if not hasattr(x, "to_numpy"):
+        return None
+    names = getattr(x, "columns", None)
+    if names is None:  # a row of pandas has the names of its values as its index
+        index = getattr(x, "index", ())
+        names = () if callable(index) or not all(isinstance(each, str) for each in index) else index
+    found = tuple(map(str, names))
+    if len(set(found)) < len(found):
+        twice = Counter(found).most_common(1)[0][0]
+        raise AHopError(f"the columns of {name} must differ, got {twice!r} more than once")
+    return found or None
+
+
+def _column_order(name: str, x: Any, columns: Sequence[str] | None) -> list[int] | None:
+    """Returns the place of each of the ``columns`` in a data frame, or raises; None if either has no names."""
+    named = None if columns is None else column_names(name, x)
+    if columns is None or named is None:
+        return None
+    place = {each: at for at, each in enumerate(named)}
+    for differs, got in ((set(columns) - {*named}, "no column"), ({*named} - set(columns), "a surplus column")):
+        if differs:
+            raise AHopError(f"{name} must have the columns of the patterns, got {got} {min(differs)!r}")
+    return [place[each] for each in columns]
+
+
+def _text_column(x: Any) -> str | None:
+    """Returns the dtype and the name of the first column of a data frame that has no numbers."""
+    for name in x.columns if hasattr(x, "to_numpy") and hasattr(x, "columns") else ():
+        dtype = getattr(x[name], "dtype", None)  # columns of one name have none
+        if (getattr(dtype, "kind", None) or x[name].to_numpy().dtype.kind) not in "biufc":
+            return f"{dtype or 'text'} in the column {name!r}"
+    return None
+
+
+def as_given(x: Array, result: Any, columns: Sequence[str] | None = None) -> Array:
     """Returns ``result`` as a NumPy array if ``x`` is one, or a data frame. NumPy has no bfloat16: it becomes float32.
 
-    Nested lists of strings become arrays too. For tensors and lists, the result stays what it is.
+    Nested lists of strings become arrays too. For tensors and lists, the result stays what it is. If the values of a
+    result belong to ``columns``, they are arranged as the columns of a data frame ``x``.
     """
     given: Any = result
+    order = _column_order("x", x, columns)
+    result = result if order is None else result[..., torch.tensor(order).argsort()]
     if not isinstance(x, (Tensor, list, tuple)) and isinstance(result, Tensor):
         given = (result.float() if result.dtype == torch.bfloat16 else result).detach().cpu().numpy()
     elif not isinstance(x, (Tensor, list, tuple)):

@@ -97,8 +97,7 @@ def _read_damage(damage: Any, scorer: Scorer, by_label: bool) -> Variant | Pairs
     if len(damage) != 2:
         raise AHopError(f"damage must be a variant or a pair (index, query), got {len(damage)} values")
     stored, device = scorer.stored, scorer.stored.patterns.device
-    target, query = (from_numpy(each, device) for each in damage)
-    query = as_tensor("query", query, device)
+    target, query = from_numpy(damage[0], device), as_tensor("query", damage[1], device, stored.columns)
     check_same_device(query=query, patterns=stored.patterns)
     query = query.to(torch.promote_types(query.dtype, stored.dtype))
     query = query.flatten(1) if query.ndim == 1 + len(stored.shape) > 2 else query

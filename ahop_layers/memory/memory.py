@@ -1,10 +1,11 @@
 """AssociativeMemory: search of stored patterns Xi by a learned similarity, and retrieval ``y = Xi sep(sim(Xi, x))``."""
 
 import threading
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from ahop_layers.errors import (
     describe,
 )
 from ahop_layers.memory import storage
-from ahop_layers.memory.arrays import Array, as_given, as_indices, from_numpy
+from ahop_layers.memory.arrays import Array, as_given, as_indices, column_names, from_numpy
 from ahop_layers.memory.confidence import CALIBRATED, Asked, Calibration, Hits
 from ahop_layers.memory.fit import fit, progress_line
 from ahop_layers.memory.learn.auto import first_inverse_temperature
@@ -29,12 +30,14 @@ from ahop_layers.memory.learn.solve import FitReport
 from ahop_layers.memory.parts import describe_parts, make_parts, named_similarity
 from ahop_layers.memory.search import CHUNK_SCORES, QUERIES_AT_ONCE, Scorer
 from ahop_layers.memory.shards import Shards
-from ahop_layers.memory.storage import Stored, as_patterns, make_stored, unchanged_on_error
+from ahop_layers.memory.storage import Stored, as_patterns, make_stored
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import check_state
+from ahop_layers.similarity.adaptive import check_state, unchanged_on_error
 from ahop_layers.similarity.associator import Associator
 from ahop_layers.similarity.protocol import Similarity
+
+CHANGES_UNTIL_FIT = 0.5  # patterns added or removed since a fit, as a share of those fitted, until another one is due
 
 
 class AssociativeMemory(Associator):
@@ -45,7 +48,9 @@ class AssociativeMemory(Associator):
 
     Args:
         patterns: ``(N, d)``, or images ``(N, H, W)`` or ``(N, C, H, W)``: a tensor, an array, a data frame or a list. A
-            tensor or array of floating-point numbers or uint8 is not copied; do not modify it. NaN is an unknown value.
+            tensor or array of floating-point numbers or uint8 is not copied; do not modify it. NaN is an unknown value,
+            and so is what a masked array masks. If the patterns are a data frame, the columns of other data frames,
+            queries too, are arranged by their names; the values of arrays keep their order.
             Patterns may be memory-mapped and larger than the memory of the machine (``torch.from_file``,
             ``torch.load(..., mmap=True)``). If ``blocks`` of the similarity is a tensor, scoring arranges the patterns
             by block once and keeps that copy, up to 2**28 elements.
@@ -73,9 +78,15 @@ class AssociativeMemory(Associator):
     [['pattern 0'], ['pattern 1'], ['pattern 2']]
     """
 
+    _ranges: ClassVar[dict[str, str]] = {
+        "beta": "a positive number",
+        "foreign": "a number between 0 and 1",
+        "fit_counts": "a number of at least 0",
+    }
     beta: Tensor
     calibration: Tensor
     foreign: Tensor
+    fit_counts: Tensor
     _stored: Stored
 
     def __init__(
@@ -90,9 +101,10 @@ class AssociativeMemory(Associator):
         check: bool = True,
     ) -> None:
         super().__init__()
+        columns = column_names("patterns", patterns)
         rows, shape = as_patterns(patterns)
         self._writing = threading.RLock()
-        self._stored = stored = make_stored(rows, shape, labels, ids, check)
+        self._stored = stored = make_stored(rows, shape, labels, ids, check, columns=columns)
         wide = accumulation_dtype(stored.dtype)
         self._fits_beta = beta is None
         if beta is not None:
@@ -102,6 +114,8 @@ class AssociativeMemory(Associator):
             raise AHopError(f"beta must be a positive number within the range of {wide}, got {beta!r}")
         self.register_buffer("calibration", torch.zeros(4, dtype=torch.float64, device=rows.device))  # none yet
         self.register_buffer("foreign", torch.zeros(CALIBRATED, device=rows.device))
+        # The number of patterns at the last fit, and of those added or removed since.
+        self.register_buffer("fit_counts", torch.zeros(2, dtype=torch.int64, device=rows.device))
         sample = rows if rows.dtype == stored.dtype else stored.sample(stored.spread())
         self.similarity = named_similarity(similarity, sample, shape) if isinstance(similarity, str) else similarity
         self.separation = Separation(separation) if isinstance(separation, str) else separation
@@ -138,6 +152,11 @@ class AssociativeMemory(Associator):
     def ids(self) -> list[str | int] | None:
         """The name of each pattern, or None."""
         return None if self._stored.ids is None else list(self._stored.ids)
+
+    @property
+    def columns(self) -> list[str] | None:
+        """The names of the columns of the data frame that the patterns were, or None."""
+        return None if self._stored.columns is None else list(self._stored.columns)
 
     @property
     def classes(self) -> Any:
@@ -273,7 +292,7 @@ class AssociativeMemory(Associator):
             place = as_indices(index, scorer.stored.count, asked.rows.device, tuple(asked.batch)).flatten()
         pairs = zip(torch.split(asked.rows, QUERIES_AT_ONCE), torch.split(place, QUERIES_AT_ONCE), strict=True)
         parts = [scorer.explain(rows, at) for rows, at in pairs]
-        return as_given(x, scorer.stored.shaped(asked.result(torch.cat(parts))))
+        return as_given(x, scorer.stored.shaped(asked.result(torch.cat(parts))), scorer.stored.columns)
 
     def _calibration(self) -> Calibration | None:
         """Returns the calibration of the last fit."""
@@ -306,7 +325,7 @@ class AssociativeMemory(Associator):
         states = torch.cat([self._update(scorer, chunk, steps) for chunk in torch.split(asked.rows, size)])
         stored = scorer.stored
         values = asked.result(states).to(stored.patterns.dtype if stored.patterns.is_floating_point() else stored.dtype)
-        return as_given(x, values.reshape(tuple(getattr(x, "shape", values.shape))))
+        return as_given(x, values.reshape(tuple(getattr(x, "shape", values.shape))), stored.columns)
 
     def _update(self, scorer: Scorer, rows: Tensor, steps: int) -> Tensor:
         """Retrieves ``rows (L, d) -> (L, d)`` with ``steps`` updates."""
@@ -340,7 +359,8 @@ class AssociativeMemory(Associator):
         With ``similarity="auto"``, and with any :class:`~ahop_layers.AdaptiveSimilarity` without heads, the score is
         linear in its weights, and learning them is a small regression that is solved in seconds, without epochs or a
         learning rate. The inverse temperature :attr:`beta` and the confidence of hits are set as well, and for
-        ``"auto"`` the widths and the units of dimensions; :meth:`add` keeps all of them. If a simple score such as L1
+        ``"auto"`` the widths and the units of dimensions; :meth:`add` and :meth:`remove` keep all of them, and warn
+        once if their patterns are more than half of the number at the fit. If a simple score such as L1
         is better on held-out queries, it is the result of ``"auto"``; other similarities then keep their weights. A
         bias of zero is first set to its least-squares estimate. A similarity without weights to solve for, such as
         ``"dot"`` or a module of yours, is calibrated only.
@@ -378,6 +398,7 @@ class AssociativeMemory(Associator):
                 temperature, calibrated, report = fit(self._scorer(), damage, by == "label", int(seed), show)
             if self._fits_beta:
                 self.beta.fill_(1 / temperature)
+            self.fit_counts = self.fit_counts.new_tensor([stored.count, 0])
             self.calibration = torch.zeros_like(self.calibration)
             if calibrated is not None:
                 calibration, foreign = calibrated
@@ -408,7 +429,7 @@ class AssociativeMemory(Associator):
         """
         with self._writing:
             stored = self._unsharded("add")
-            rows, shape = as_patterns(patterns)
+            rows, shape = as_patterns(patterns, stored.columns)
             if shape not in (stored.shape, (stored.dim,)):
                 expected = ", ".join(map(str, ("n", *stored.shape)))
                 raise AHopError(f"patterns must be ({expected}), as those stored, got patterns of the shape {shape}")
@@ -424,6 +445,7 @@ class AssociativeMemory(Associator):
                 self._scorer().check_missing("patterns")
             joined, place = stored.joined(added, replace)
             self._stored = joined
+            self._count_changes(len(rows))
             return place
 
     def remove(self, index: Any = None, *, ids: Any = None) -> None:
@@ -449,6 +471,15 @@ class AssociativeMemory(Associator):
             if not keep.any():
                 raise AHopError(f"index must leave at least one pattern, got all {len(keep)}")
             self._stored = stored.only(keep.nonzero().flatten().to(stored.patterns.device))
+            self._count_changes(len(keep) - len(self))
+
+    def _count_changes(self, count: int) -> None:
+        """Counts patterns that were added or removed since the last fit, and warns when another one is due."""
+        fitted, before = self.fit_counts.tolist()
+        self.fit_counts = self.fit_counts.new_tensor([fitted, before + count])
+        if fitted and before <= CHANGES_UNTIL_FIT * fitted < before + count:
+            changed = f"{before + count} patterns were added or removed since the fit of {fitted}"
+            warnings.warn(f"{changed}: call memory.fit() again, for the score and its confidence", stacklevel=3)
 
     def _unsharded(self, name: str) -> Stored:
         if self.shards is not None:
@@ -503,8 +534,11 @@ class AssociativeMemory(Associator):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state dict, which may hold another number of patterns. If it fails, the memory is unchanged.
 
+        What a state dict does not name is kept and reported as missing, or refused if ``strict``. A memory without a
+        fit says so: its ``calibration`` is 0, and its ``similarity.units`` are empty.
+
         Args:
-            state_dict: of a memory that has labels, names of classes and ids if and only if this one does.
+            state_dict: of a memory that has labels, names of classes, ids and columns if and only if this one does.
             strict, assign: as for ``nn.Module``.
 
         >>> memory = AssociativeMemory(torch.zeros(3, 4))
@@ -517,25 +551,23 @@ class AssociativeMemory(Associator):
             return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *args: Any
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
     ) -> None:
         """Takes what is stored, and the number of patterns, from the state dict."""
-        beta = state_dict.get(prefix + "beta")
         check_state(self, state_dict, prefix)
-        given = {name: state_dict.pop(prefix + name, None) for name in storage.STORED}
-        for name in ("calibration", "foreign"):  # need not be there
-            state_dict.setdefault(prefix + name, torch.zeros_like(getattr(self, name)))
-        if isinstance(beta, Tensor) and not bool((beta > 0).all()):
-            raise AHopError(f"{prefix}beta must be a positive number, got {beta.tolist()!r}")
-        if given["patterns"] is not None:
+        calibration = state_dict.get(prefix + "calibration")
+        if isinstance(calibration, Tensor) and bool((calibration.flatten()[:1] < 0).any()):
+            raise AHopError(f"{prefix}calibration must have a factor of at least 0, got {calibration.tolist()}")
+        if prefix + "patterns" in state_dict:
+            given = {name: state_dict.pop(prefix + name, None) for name in storage.STORED}
             before = self._unsharded("load_state_dict")
-            stored = before.loaded(prefix, given, local_metadata.get("assign_to_params_buffers", False))
+            stored = before.loaded(prefix, given, metadata.get("assign_to_params_buffers", False))
             if stored.unknown:
                 self._scorer().check_missing(f"{prefix}patterns")
             self._stored = stored
-        elif strict and self.shards is None:
-            args[0].append(prefix + "patterns")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *args)
+        elif self.shards is None:
+            missing += [prefix + name for name in self._stored.tensors() if prefix + name not in state_dict]
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
 
     def save(self, path: str | Path) -> None:
         """Saves the whole memory in one file: patterns, labels, ids, similarity, temperature and confidence.
@@ -563,12 +595,13 @@ class AssociativeMemory(Associator):
         path = files.as_path(path)
         tensors, header = storage.read(path)
         try:
-            labels, ids = storage.labels_and_ids(tensors)
-            parts = make_parts(header, tensors)
-            memory = cls(tensors["patterns"], labels=labels, ids=ids, **parts, check=check)
+            own, parts = storage.belongings(tensors), make_parts(header, tensors)
+            columns = own.pop("columns")
+            memory = cls(tensors["patterns"], **own, **parts, check=check)
+            memory._stored = replace(memory._stored, columns=columns)
             rest = {name: tensor for name, tensor in tensors.items() if name not in storage.STORED}
             keys = memory.load_state_dict(rest, strict=False)
-            if keys.missing_keys != ["patterns"] or keys.unexpected_keys:  # which the memory has already
+            if not set(storage.STORED).issuperset(keys.missing_keys) or keys.unexpected_keys:  # it has them already
                 raise AHopError(f"expected other tensors, got {keys}")
             memory._fits_beta = bool(header["fits_beta"])
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:

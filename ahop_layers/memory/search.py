@@ -56,7 +56,7 @@ class Scorer(NamedTuple):
 
     def _read_queries(self, x: Any) -> tuple[Tensor, Sequence[int], bool]:
         stored, name = self.stored, "queries x"
-        given = as_tensor(name, x, stored.patterns.device)
+        given = as_tensor(name, x, stored.patterns.device, stored.columns)
         axes = len(stored.shape)
         if given.shape[-axes:] == stored.shape:
             batch = given.shape[:-axes]

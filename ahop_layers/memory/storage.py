@@ -2,25 +2,22 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from ahop_layers import files
 from ahop_layers.errors import FINITE_BLOCK, AHopError, describe, has_unknown
 from ahop_layers.memory.arrays import as_tensor, check_values
 from ahop_layers.memory.labels import Classes, Ids, as_ids, as_labels, classes_of
-from ahop_layers.memory.learn.auto import AutoSimilarity
 from ahop_layers.memory.shards import Shards
 from ahop_layers.ops.reference import accumulation_dtype
 
-STORED = ("patterns", "labels", "names", "ids")  # tensors of a state dict that belong to the patterns
+STORED = ("patterns", "labels", "names", "ids", "columns")  # tensors of a state dict that belong to the patterns
 FILE_KEY = "ahop_layers.memory"  # where the files of a memory have their header
 FILE_VERSION = 1
 
@@ -37,6 +34,7 @@ class Stored:
         labels: the class of each pattern ``(N,)``, of all ranks.
         names: the names of the classes, if they have any: a label is an index of them.
         ids: the name of each pattern, of all ranks.
+        columns: the name of each value of a pattern, if the patterns were a data frame.
         shards: which part of the patterns this rank keeps, if the memory is sharded.
         classes: the classes, with the class of each pattern of all ranks.
         dtype: the dtype in which patterns are scored, see :func:`scoring_dtype`.
@@ -49,6 +47,7 @@ class Stored:
     labels: Tensor | None
     names: tuple[str, ...] | None
     ids: Ids | None
+    columns: tuple[str, ...] | None = None
     shards: Shards | None = None
     classes: Classes | None = None
     dtype: torch.dtype = field(init=False, repr=False)
@@ -202,7 +201,7 @@ class Stored:
         found = {"patterns": self.shaped(self.patterns.detach())}
         if self.labels is not None:
             found["labels"] = self.labels
-        texts = {"names": self.names, "ids": self.ids}
+        texts = {"names": self.names, "ids": self.ids, "columns": self.columns}
         return found | {name: text_tensor(value) for name, value in texts.items() if value is not None}
 
     def loaded(self, prefix: str, given: Mapping[str, Any], assign: bool) -> "Stored":
@@ -219,12 +218,13 @@ class Stored:
             rows = converted(rows, self.patterns, name)
         elif not rows.is_floating_point():
             raise AHopError(f"{name} must have the dtype {self.patterns.dtype}, got {rows.dtype}")
-        for key, own in (("labels", self.labels), ("names", self.names), ("ids", self.ids)):
+        for key in STORED[1:]:
+            own = getattr(self, key)
             if (own is None) != (given[key] is None):
                 rule = "must not be in the state dict: the memory has none" if own is None else "must be given"
                 raise AHopError(f"{prefix}{key} {rule}, got {'some' if own is None else 'none'}")
         rows = rows if assign else rows.to(self.patterns, copy=True)
-        return make_stored(rows, self.shape, *labels_and_ids(given, prefix), name=name)
+        return make_stored(rows, self.shape, **belongings(given, prefix), name=name)
 
 
 def make_stored(
@@ -235,6 +235,7 @@ def make_stored(
     check: bool = True,
     names: tuple[str, ...] | None = (),
     name: str = "patterns",
+    columns: tuple[str, ...] | None = None,
 ) -> Stored:
     """Checks ``patterns (N, d)``, which errors call ``name``, and what belongs to them; for names see as_labels."""
     codes = None
@@ -243,7 +244,9 @@ def make_stored(
         codes, names = as_labels(labels, len(patterns), patterns.device, called, names=names)
     unknown, largest = read_values(name, patterns, check)
     ids = None if ids is None else as_ids(ids, len(patterns))
-    return Stored(patterns, shape, unknown, largest, codes, names or None, ids)
+    if columns is not None and (len(columns),) != shape:
+        raise AHopError(f"columns must be one for each of {shape} values, got {len(columns)}")
+    return Stored(patterns, shape, unknown, largest, codes, names or None, ids, columns)
 
 
 def read_values(name: str, patterns: Tensor, check: bool = True) -> tuple[bool, float]:
@@ -279,9 +282,12 @@ def scoring_dtype(dtype: torch.dtype, dim: int, largest: float) -> torch.dtype:
     raise AHopError(f"{rule}, got values up to {largest:.3g}: multiply them by a constant")
 
 
-def as_patterns(patterns: Any) -> tuple[Tensor, tuple[int, ...]]:
-    """Returns patterns ``(N, d)``, and the shape of one as it was given: three or four axes mean images."""
-    given = as_tensor("patterns", patterns).detach()
+def as_patterns(patterns: Any, columns: Sequence[str] | None = None) -> tuple[Tensor, tuple[int, ...]]:
+    """Returns patterns ``(N, d)``, and the shape of one as it was given: three or four axes mean images.
+
+    ``columns`` are the names of the columns of stored patterns, see :func:`as_tensor`.
+    """
+    given = as_tensor("patterns", patterns, columns=columns).detach()
     check_values("patterns", given)
     if not 2 <= given.ndim <= 4 or 0 in given.shape:
         rule = "patterns must be (N, d), or images (N, H, W) or (N, C, H, W), with N and d at least 1"
@@ -317,28 +323,6 @@ def text_value(name: str, tensor: Any) -> Any:
         raise AHopError(f"{name} must be JSON in UTF-8, got {type(tensor).__name__} of other bytes") from error
 
 
-@contextmanager
-def unchanged_on_error(module: Any) -> Iterator[None]:
-    """Restores all parameters and buffers of a memory, and what it stores, if the body raises an Exception."""
-    stored = module._stored
-    owners = [owner for part in module.modules() for owner in (part._parameters, part._buffers)]
-    before: list[dict[str, Any]] = [dict(owner) for owner in owners]
-    tensors = [each for owner in before for each in owner.values() if each is not None and not is_lazy(each)]
-    values = [tensor.detach().clone() for tensor in tensors]
-    try:
-        yield
-    except Exception:
-        module._stored = stored
-        for owner, tensor_of in zip(owners, before, strict=True):
-            owner.update(tensor_of)
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
-        if isinstance(module.similarity, AutoSimilarity):
-            module.similarity.refresh()
-        raise
-
-
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the tensors and the header of the file of a memory."""
     tensors, header = files.read(path, FILE_KEY, "AssociativeMemory.save")
@@ -348,14 +332,18 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, header
 
 
-def labels_and_ids(tensors: Mapping[str, Any], prefix: str = "") -> tuple[Any, Any]:
-    """Returns labels and ids of a state dict as arguments of a memory."""
-    texts = ((key, tensors.get(key)) for key in ("names", "ids"))
-    names, ids = (None if text is None else text_value(prefix + key, text) for key, text in texts)
+def belongings(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns labels, ids and names of columns from a state dict or a file, as arguments of :func:`make_stored`."""
+    texts = ((key, tensors.get(key)) for key in ("names", "ids", "columns"))
+    names, ids, columns = (None if text is None else text_value(prefix + key, text) for key, text in texts)
+    for key, value in (("names", names), ("columns", columns)):
+        words = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        if value is not None and (not words or len(set(value)) < len(value)):
+            raise AHopError(f"{prefix}{key} must be different strings, got {value!r}")
     labels: Any = tensors.get("labels")
     if labels is not None and names is not None:
         try:
-            labels = [names[place] for place in labels.tolist()]
-        except (AttributeError, IndexError, KeyError, TypeError):
+            labels = [dict(enumerate(names))[place] for place in labels.tolist()]
+        except (AttributeError, KeyError, TypeError):
             raise AHopError(f"{prefix}labels must be indices of the names of classes, got others") from None
-    return labels, ids
+    return {"labels": labels, "ids": ids, "columns": None if columns is None else tuple(columns)}

@@ -1,7 +1,8 @@
 """AdaptiveSimilarity: a learned weighted sum of similarity footprints."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from ahop_layers.errors import (
     check_choice,
     check_floating,
     check_given_sizes,
+    check_numbers,
     check_pair,
     check_sizes,
     describe,
@@ -30,7 +32,34 @@ BaseArgument = str | tuple[str, float]
 """The name of a base, or ``("near", q)``: a base that saturates, and a quantile of differences as its width."""
 
 
-class AdaptiveSimilarity(nn.Module):
+@contextmanager
+def unchanged_on_error(module: nn.Module) -> Iterator[None]:
+    """Restores all parameters, buffers and attributes of a module and its parts if the body raises an Exception."""
+    owners = [owner for part in module.modules() for owner in (vars(part), part._parameters, part._buffers)]
+    before = [dict(owner) for owner in owners]
+    tensors = [each for owner in before for each in owner.values() if isinstance(each, Tensor) and not is_lazy(each)]
+    values = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    except Exception:
+        for owner, attributes in zip(owners, before, strict=True):
+            owner.update(attributes)
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+        raise
+
+
+class Restored(nn.Module):
+    """A module that a state dict which cannot be loaded leaves unchanged."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state dict as ``nn.Module`` does. If it fails, nothing is changed."""
+        with unchanged_on_error(self):
+            return super().load_state_dict(state_dict, strict, assign)
+
+
+class AdaptiveSimilarity(Restored):
     """Scores queries against keys as a learned weighted sum of their similarity footprints.
 
     ``score = sum over bases of beta_base * w_base . footprint_base(query - bias, key)``
@@ -70,6 +99,11 @@ class AdaptiveSimilarity(nn.Module):
     """
 
     allows_missing = True
+    _ranges: ClassVar[dict[str, str]] = {
+        "widths": "a positive number",
+        "units": "a positive number",
+        "norm": "a number of at least 0",
+    }
     w: nn.Parameter
     beta: nn.Parameter
     block_numbers: Tensor | None
@@ -191,10 +225,19 @@ class AdaptiveSimilarity(nn.Module):
             expected, got = ", ".join(self.base_names()), ", ".join(given)
             raise AHopError(f"the state dict must have the bases {expected}, got {got}")
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Loads a state dict, and takes over other blocks of the same number.
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self._mark_units(destination, prefix)
 
-        Raises before anything is changed if the bases or the number of blocks differ, or a value is not finite.
+    def _mark_units(self, destination: dict[str, Any], prefix: str) -> None:
+        """Adds empty units to the state dict of a similarity that could have units, but has none."""
+        if self.widths is not None and self.units is None:
+            destination[f"{prefix}units"] = self.widths.new_empty(0)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Loads a state dict, and takes over its units, or that there are none, and other blocks of the same number.
+
+        Raises before anything is changed if the bases or the number of blocks differ, or a value is out of range.
         """
         given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         given = {name: value for name, value in given.items() if isinstance(value, Tensor) and not is_lazy(value)}
@@ -207,9 +250,12 @@ class AdaptiveSimilarity(nn.Module):
             blocks = Blocks(numbers, blocks.normalize)
             _check_count(f"{prefix}block_numbers", blocks.count(self.dim), self.blocks.count(self.dim))
         check_state(self, state_dict, prefix)
-        units = given.get("units")
-        self.units = None if units is None else torch.empty_like(units, device=next(self.parameters()).device)
+        if "units" in given:
+            self.units = torch.empty_like(given["units"], device=next(self.parameters()).device)
+        elif self.widths is not None and self.units is None:
+            self.units = self.widths.new_empty(0)  # which are missing
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.units = self.units if self.units is not None and len(self.units) else None
         self.blocks = blocks
         self._set_gather()
 
@@ -398,14 +444,22 @@ def _check_count(name: str, count: int, expected: int) -> None:
 
 
 def check_state(module: nn.Module, state: Mapping[str, Any], prefix: str = "") -> None:
-    """Raises unless a state dict has finite numbers for all parameters of a module, and for its own buffers."""
-    for name, own in {**dict(module.named_parameters()), **module._buffers}.items():
-        given = state.get(prefix + name)
-        if not isinstance(given, Tensor) or is_lazy(given) or given.is_meta:
-            continue
-        if own is not None and not own.dtype.is_floating_point:
-            continue
-        if not given.is_floating_point():
-            raise AHopError(f"{prefix}{name} must have a floating-point dtype, got {given.dtype}")
-        if not given.isfinite().all():
-            raise AHopError(f"{prefix}{name} must be finite, got NaN or infinity")
+    """Raises unless a state dict has finite numbers for the parameters of a module and its parts, and for its buffers.
+
+    Buffers are checked where a class has ``_ranges``, by the rule of :func:`check_numbers` that these name.
+    """
+    for path, part in module.named_modules():
+        ranges: dict[str, str] | None = getattr(part, "_ranges", None)
+        for name, own in {**part._parameters, **({} if ranges is None else part._buffers)}.items():
+            key = f"{prefix}{path}.{name}" if path else prefix + name
+            given, floating = state.get(key), own is None or own.dtype.is_floating_point
+            if not isinstance(given, Tensor) or is_lazy(given) or given.is_meta:
+                continue
+            if given.is_floating_point() != floating:
+                expected = "a floating-point" if floating else "an integer"
+                raise AHopError(f"{key} must have {expected} dtype, got {given.dtype}")
+            if not given.isfinite().all():
+                raise AHopError(f"{key} must be finite, got NaN or infinity")
+            if ranges and name in ranges and given.numel():
+                for end in given.aminmax():
+                    check_numbers(ranges[name], **{key: end.item()})

@@ -39,19 +39,21 @@ class Associator(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: Any) -> None:
         """Adds initial similarity and separation values to a state dict of the original layer, then loads it.
 
-        A state dict that lacks a key of the original layer is loaded unchanged: with ``strict=False``, a part of a
-        layer must not reset its similarity. If that layer has no keys, only metadata tell whether it was there.
+        Such a state dict has every key of that layer, and no key of a similarity. Any other one is loaded unchanged:
+        a part of a layer must not reset the rest. If that layer has no keys, only metadata tell whether it was there.
         """
         original = [key for key in self.state_dict() if key.partition(".")[0] not in self._added]
-        if all(prefix + key in state_dict for key in original):
+        adaptive = any(key.startswith(f"{prefix}similarity.") for key in state_dict)
+        if not adaptive and all(prefix + key in state_dict for key in original):
             device = state_dict[prefix + original[0]].device if original else None
             for name in self._added:
                 part = getattr(self, name, None)
                 if isinstance(part, nn.Parameter):
                     state_dict.setdefault(prefix + name, part.detach())
-                elif isinstance(part, nn.Module) and not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
+                elif isinstance(part, nn.Module):
                     values = _initial_values(part, device) if original or metadata else part.state_dict()
-                    state_dict.update({f"{prefix}{name}.{key}": value for key, value in values.items()})
+                    for key, value in values.items():
+                        state_dict.setdefault(f"{prefix}{name}.{key}", value)
         super()._load_from_state_dict(state_dict, prefix, metadata, *args)
 
 
