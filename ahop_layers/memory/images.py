@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import reduce
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,7 @@ class ImageSimilarity(nn.Module):
     """
 
     allows_missing = is_solvable = True
+    _ranges: ClassVar[dict[str, str]] = {"dark": "a number of at least 0"}
     dark: Tensor
 
     def __init__(

@@ -342,8 +342,9 @@ def belongings(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             raise AHopError(f"{prefix}{key} must be different strings, got {value!r}")
     labels: Any = tensors.get("labels")
     if labels is not None and names is not None:
+        by_place = dict(enumerate(names))  # a negative place is no key
         try:
-            labels = [dict(enumerate(names))[place] for place in labels.tolist()]
+            labels = [by_place[place] for place in labels.tolist()]
         except (AttributeError, KeyError, TypeError):
             raise AHopError(f"{prefix}labels must be indices of the names of classes, got others") from None
     return {"labels": labels, "ids": ids, "columns": None if columns is None else tuple(columns)}
