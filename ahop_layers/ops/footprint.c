@@ -33,7 +33,7 @@
 
 enum { ABI_VERSION = 6 }; /* also in cpu.py; increase both with every change of the interface */
 enum { FAILED = -1, DONE };
-enum { DIS, DOT, L1, NEAR, BOUNDED_NEAR };
+enum { DIS, DOT, L1, NEAR };
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { NEED_QUERY = 1, NEED_KEY = 2, NEED_WEIGHT = 4 };
 enum { END, SORT2, SORT4, SORT8, SORT16, SORT32, MERGE32, CHAIN1, CHAIN2, CHAIN3, CHAIN4 };

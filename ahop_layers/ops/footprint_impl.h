@@ -288,13 +288,12 @@ INLINE int FN(any)(I mask)
 /* Compute exp(-x / width) in place for a few rows x >= 0: 2^e is 2^(e - n) from a polynomial times 2^n, where n is the
  * integer next to e. Adding `magic` rounds to n and leaves n + BIAS in the lowest bits, the exponent of 2^n; n = -BIAS
  * gives 0. The rows advance together, because each waits for the previous step. */
-INLINE void FN(near)(V *x, int64_t rows, FN(width) width, int bounded)
+INLINE void FN(near)(V *x, int64_t rows, FN(width) width)
 {
     const T magic = (T)3 * ((INT)1 << (MANTISSA - 1)) + BIAS, power[] = {POWER};
     const int degree = sizeof power / sizeof *power - 1;
-    V rounded[2 * ABREAST], sum[2 * ABREAST];
-    if (!bounded)
-        UNROLL for (int j = 0; j < rows; j++) x[j] = MIN((V){0} + width.limit, x[j]);
+    V rounded[ABREAST], sum[ABREAST];
+    UNROLL for (int j = 0; j < rows; j++) x[j] = MIN((V){0} + width.limit, x[j]);
     UNROLL for (int j = 0; j < rows; j++) rounded[j] = x[j] * width.scale + magic;
     UNROLL for (int j = 0; j < rows; j++) x[j] = x[j] * width.scale - (rounded[j] - magic);
     UNROLL for (int j = 0; j < rows; j++) sum[j] = x[j] * power[degree] + power[degree - 1];
@@ -312,7 +311,7 @@ INLINE V FN(compare)(int32_t base, FN(width) width, V q, V k)
         return q * k;
     V distance = MAX(q - k, k - q);
     if (base == NEAR)
-        FN(near)(&distance, 1, width, 0);
+        FN(near)(&distance, 1, width);
     return distance;
 }
 
@@ -572,48 +571,34 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
 /* Compute similarities of a few columns from |q-k|, in place. Other bases have been sorted as they are. */
 INLINE void FN(from_distance)(int32_t base, FN(width) width, int64_t columns, V *x)
 {
-    if (base == NEAR || base == BOUNDED_NEAR)
-        FN(near)(x, columns, width, base == BOUNDED_NEAR);
+    if (base == NEAR)
+        FN(near)(x, columns, width);
     if (base == DIS)
         UNROLL for (int j = 0; j < columns; j++) x[j] *= x[j];
 }
 
-/* Add weights times rows to the sums. With `neighbors`, run the comparators that the sort skipped; with `keep`, the
- * rows remain sorted. */
-INLINE void FN(weigh)(int32_t base, const FN(buffers) *at, const T *weights, int neighbors, int keep, int64_t first,
+/* Add weights times rows to the sums. With `neighbors`, run the comparators that the sort skipped. */
+INLINE void FN(weigh)(int32_t base, const FN(buffers) *at, const T *weights, int neighbors, int64_t first,
                       int64_t columns)
 {
-    const FN(width) near = at->width;
     const int64_t blocks = at->blocks, height = at->height;
-    V *x = at->x + first * height, *sums = at->sums + first, low[2 * ABREAST], *high = low + columns;
+    V *x = at->x + first * height, *sums = at->sums + first, rows[ABREAST];
     for (int64_t i = 0; i < blocks;) {
-        const int64_t end = least(i - i % RUN + RUN + neighbors, blocks);
+        const int64_t end = least(i + RUN, blocks);
         V sum[ABREAST] = {{0}};
-        if (neighbors && i == 0) {
-            UNROLL for (int j = 0; j < columns; j++) low[j] = x[j * height];
-            FN(from_distance)(base, near, columns, low);
-            UNROLL for (int j = 0; j < columns; j++) sum[j] = weights[0] * low[j];
-            i++;
-        }
-        for (; i + 1 < end; i += 2) {
-            UNROLL for (int j = 0; j < columns; j++) {
-                low[j] = x[j * height + i];
-                high[j] = x[j * height + i + 1];
-                if (neighbors)
-                    CE(low[j], high[j])
-                if (keep) {
-                    x[j * height + i] = low[j];
-                    x[j * height + i + 1] = high[j];
-                }
-            }
-            FN(from_distance)(base, near, 2 * columns, low);
-            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * low[j];
-            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i + 1] * high[j];
-        }
         for (; i < end; i++) {
-            UNROLL for (int j = 0; j < columns; j++) low[j] = x[j * height + i];
-            FN(from_distance)(base, near, columns, low);
-            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * low[j];
+            UNROLL for (int j = 0; j < columns; j++) rows[j] = x[j * height + i];
+            if (neighbors && i % 2 && i + 1 < blocks) {
+                UNROLL for (int j = 0; j < columns; j++) {
+                    V next = x[j * height + i + 1];
+                    CE(rows[j], next)
+                    sum[j] += weights[i] * rows[j];
+                    rows[j] = next;
+                }
+                i++;
+            }
+            FN(from_distance)(base, at->width, columns, rows);
+            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * rows[j];
         }
         UNROLL for (int j = 0; j < columns; j++) sums[j] += sum[j];
     }
@@ -644,9 +629,9 @@ static void FN(sort_and_weigh)(const step_t *network, const FN(buffers) *at, con
     case 16: SORT_AND_WEIGH(16, APPLY(S16, ROWS16))
     default:
         if (FN(sort)(network, at->x, at->blocks, height, vectors, 1))
-            ACROSS(FN(weigh), L1, at, weights, 1, 0)
+            ACROSS(FN(weigh), L1, at, weights, 1)
         else
-            ACROSS(FN(weigh), L1, at, weights, 0, 0)
+            ACROSS(FN(weigh), L1, at, weights, 0)
     }
 }
 
@@ -778,38 +763,20 @@ static void FN(forward_flat)(const call_t *call, const FN(buffers) *at, int64_t 
 }
 
 #define WEIGH(base)                                                             \
-    {                                                                           \
-        if (mode == UNKNOWN_LAST)                                               \
-            for (int64_t v = 0; v < vectors; v++)                               \
-                FN(weigh_known)(base, at, at->stretched + b * at->d, call->n_bases * at->d, v); \
-        else if (neighbors)                                                     \
-            ACROSS(FN(weigh), base, at, weights, 1, 1)                          \
-        else                                                                    \
-            ACROSS(FN(weigh), base, at, weights, 0, 0)                          \
+    if (mode == UNKNOWN_LAST)                                                   \
+        for (int64_t v = 0; v < vectors; v++)                                   \
+            FN(weigh_known)(base, at, at->stretched + b * at->d, call->n_bases * at->d, v); \
+    else                                                                        \
+        ACROSS(FN(weigh), base, at, at->weights + b * at->d, 0)                 \
+    break;
+
+static void FN(weigh_shared)(const call_t *call, const FN(buffers) *at, int mode, int64_t b, int64_t vectors)
+{
+    switch (call->bases[b]) {
+    case DIS: WEIGH(DIS)
+    case NEAR: WEIGH(NEAR)
+    default: WEIGH(L1)
     }
-
-/* Returns whether all sorted |q-k| are below the limit, in their last two rows, which the sort may not have ordered. */
-static int FN(is_bounded)(const FN(buffers) *at, int64_t vectors)
-{
-    I above = {0};
-    for (int64_t v = 0; v < vectors; v++)
-        for (int64_t i = most(0, at->d - 2); i < at->d; i++)
-            above |= ~(at->x[v * at->height + i] < (V){0} + at->width.limit);
-    return !FN(any)(above);
-}
-
-static void FN(weigh_shared)(const call_t *call, const FN(buffers) *at, int mode, int neighbors, int64_t b,
-                             int64_t vectors)
-{
-    const T *weights = at->weights + b * at->d;
-    if (call->bases[b] == DIS)
-        WEIGH(DIS)
-    else if (call->bases[b] != NEAR)
-        WEIGH(L1)
-    else if (FN(is_bounded)(at, vectors))
-        WEIGH(BOUNDED_NEAR)
-    else
-        WEIGH(NEAR)
 }
 
 /* Sort |q-k| of single dimensions, or q*k if `dot`, once for all bases that need it. */
@@ -821,12 +788,11 @@ static void FN(forward_shared)(const call_t *call, const FN(buffers) *at, int do
         if (mode == UNKNOWN_LAST)
             FN(count_known)(call, &one, vectors);
         const step_t *network = FN(fill)(dot ? DOT : L1, mode, &one, 0, vectors);
-        int neighbors = FN(sort)(network, one.x, at->d, at->height, vectors, mode != UNKNOWN_LAST);
+        FN(sort)(network, one.x, at->d, at->height, vectors, 0);
         for (int64_t b = 0; b < call->n_bases; b++)
             if ((call->bases[b] == DOT) == dot && (mode == NAN_ASIDE || !FN(is_flat)(at, b))) {
                 one.width = at->widths[b];
-                FN(weigh_shared)(call, &one, mode, neighbors, b, vectors);
-                neighbors = 0;
+                FN(weigh_shared)(call, &one, mode, b, vectors);
             }
     }
 }
