@@ -1070,40 +1070,6 @@ INLINE void FN(add_slope)(int32_t base, V q, V k, V slope, V *query_grad, V *key
     }
 }
 
-/* Add to the gradients of a query and a few columns of keys, where every dimension is a block. */
-INLINE void FN(add_slopes_by)(int32_t base, const FN(buffers) *at, int64_t first, int64_t columns)
-{
-    const int64_t d = at->d, pitch = at->pitch;
-    const V *query = at->query + first * at->query_pitch, *keys = at->keys + first * pitch;
-    const V *slopes = at->values + first * (d + 1);
-    V grad[ABREAST], *query_grad = at->query_grad + first * at->query_pitch, *key_grad = at->key_grad + first * pitch;
-    UNROLL for (int j = 0; j < columns; j++) grad[j] = at->grad[first + j];
-    for (int64_t i = 0; i < d; i++) {
-        V sum = {0};
-        UNROLL for (int j = 0; j < columns; j++)
-            FN(add_slope)(base, query[i], keys[j * pitch + i], slopes[j * (d + 1) + i] * grad[j], &sum,
-                          key_grad + j * pitch + i);
-        query_grad[i] += sum;
-    }
-}
-
-#define ONE_QUERY(base)                                                         \
-    if (at->query_pitch)                                                        \
-        for (int64_t v = 0; v < vectors; v++)                                   \
-            FN(add_slopes_by)(base, at, v, 1);                                  \
-    else                                                                        \
-        ACROSS(FN(add_slopes_by), base, at)                                     \
-    break;
-
-static void FN(add_slopes)(int32_t base, const FN(buffers) *at, int64_t vectors)
-{
-    switch (base) {
-    case DIS: ONE_QUERY(DIS)
-    case DOT: ONE_QUERY(DOT)
-    case L1: ONE_QUERY(L1)
-    }
-}
-
 /* Add to the gradients of queries and keys for blocks `block` to `end`, in tiles as FN(sum_tile). */
 INLINE void FN(slope_tile)(int32_t base, const FN(buffers) *at, int64_t vectors, int64_t block, int64_t end,
                            int64_t row, int64_t queries, int64_t v, int64_t columns)
@@ -1134,7 +1100,8 @@ INLINE void FN(slope_tile)(int32_t base, const FN(buffers) *at, int64_t vectors,
     }
 }
 
-static void FN(add_block_slopes)(int32_t base, const FN(buffers) *at, int64_t rows, int64_t vectors)
+/* Not inlined: in FN(backward_task), it would make the loops of FN(product_tile) spill registers. */
+static __attribute__((noinline)) void FN(add_slopes)(int32_t base, const FN(buffers) *at, int64_t rows, int64_t vectors)
 {
     const int64_t step = most(1, RUN * at->blocks / at->d);
     for (int64_t block = 0; block < at->blocks; block += step) {
@@ -1276,14 +1243,14 @@ static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t
             for (int64_t c = 0; c < rows * vectors; c++)
                 all.values[2 * c] = (V){0} + weights[0];
             if (at->ranks[b])
-                FN(add_block_slopes)(base, &all, rows, vectors);
+                FN(add_slopes)(base, &all, rows, vectors);
         } else if (at->blocks == at->d) {
             for (int64_t row = 0; row < rows; row++) {
                 const FN(buffers) one = FN(only_row)(at, row, vectors);
                 const step_t *network = FN(fill)(base, mode, &one, mask, vectors);
                 FN(sort_and_rank)(network, &one, weights, weight_grad, mask, by_rank, mode, vectors);
                 if (by_rank)
-                    FN(add_slopes)(base, &one, vectors);
+                    FN(add_slopes)(base, &one, 1, vectors);
             }
         } else {
             FN(buffers) each = *at;
@@ -1298,7 +1265,7 @@ static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t
             if (products && base != L1)
                 together |= 1 << base;
             else if (by_rank)
-                FN(add_block_slopes)(base, at, rows, vectors);
+                FN(add_slopes)(base, at, rows, vectors);
         }
     }
     if (together)
