@@ -511,11 +511,14 @@ static int64_t FN(enough_tasks)(const plan_t *plan)
 }
 
 /* Returns whether FN(add_products) saves time, because blocks are wide and enough queries share the shifted keys, and
- * takes little memory. */
+ * takes little memory. Without DIS there is nothing to save. */
 static int FN(uses_products)(const call_t *call)
 {
     const int wide = call->d >= 4 * call->blocks, small = call->d <= 2048 && call->blocks <= 64;
-    return wide && small && call->length >= 2 * QUERIES; /* which is not so if paired */
+    int dis = 0;
+    for (int64_t b = 0; b < call->n_bases; b++)
+        dis |= call->bases[b] == DIS;
+    return dis && wide && small && call->length >= 2 * QUERIES; /* which is not so if paired */
 }
 
 /* Place the buffers of a thread in its scratch area. Returns the size of the area. */
@@ -1123,9 +1126,8 @@ INLINE void FN(product_tile)(int bases, const FN(buffers) *at, int64_t rows, int
                              int64_t end, int64_t row, int64_t queries, int64_t v, int64_t columns)
 {
     const int64_t pitch = at->pitch, blocks = at->blocks, rank_pitch = blocks + 1, width = at->d / blocks;
-    const int64_t c = row * vectors + v, dis = bases & 1 << DIS;
-    const V *query = at->query + row * pitch, *keys = (dis ? at->shifted : at->keys) + v * pitch;
-    const V *grads = at->grad + c;
+    const int64_t c = row * vectors + v;
+    const V *query = at->query + row * pitch, *keys = at->shifted + v * pitch, *grads = at->grad + c;
     V *query_grad = at->query_grad + row * pitch, *key_grad = at->key_grad + v * pitch;
     for (; block < end; block++) {
         V factor[QUERIES * ABREAST] = {{0}};
@@ -1143,10 +1145,8 @@ INLINE void FN(product_tile)(int bases, const FN(buffers) *at, int64_t rows, int
                     row_sum[r] += slope;
                     column_sum[j] += slope;
                 }
-            if (dis) {
-                UNROLL for (int r = 0; r < queries; r++) by_row[r * blocks] += row_sum[r];
-                UNROLL for (int j = 0; j < columns; j++) by_column[j * blocks] += column_sum[j];
-            }
+            UNROLL for (int r = 0; r < queries; r++) by_row[r * blocks] += row_sum[r];
+            UNROLL for (int j = 0; j < columns; j++) by_column[j * blocks] += column_sum[j];
         }
         for (int64_t i = block * width; i < (block + 1) * width; i++) {
             V q[QUERIES], sum[QUERIES];
@@ -1182,12 +1182,10 @@ static void FN(add_sums)(const FN(buffers) *at, const V *x, const V *sums, int64
 static void FN(add_products)(int bases, const FN(buffers) *at, int64_t rows, int64_t vectors)
 {
     const int64_t step = most(1, RUN * at->blocks / at->d);
-    if (bases & 1 << DIS) {
-        memset(at->row_sums, 0, (size_t)(2 * QUERIES * at->blocks * BYTES));
-        for (int64_t row = 0; row < rows; row++)
-            for (int64_t i = 0; i < at->d; i++)
-                at->query[row * at->pitch + i] -= at->origin[i];
-    }
+    memset(at->row_sums, 0, (size_t)(2 * QUERIES * at->blocks * BYTES));
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < at->d; i++)
+            at->query[row * at->pitch + i] -= at->origin[i];
     for (int64_t block = 0; block < at->blocks; block += step) {
         const int64_t end = least(block + step, at->blocks);
         switch (bases) {
@@ -1196,8 +1194,7 @@ static void FN(add_products)(int bases, const FN(buffers) *at, int64_t rows, int
         default: TILES(FN(product_tile), 1 << DIS | 1 << DOT, at, rows, vectors, block, end)
         }
     }
-    if (bases & 1 << DIS)
-        FN(add_sums)(at, at->query, at->row_sums, QUERIES, rows, at->query_grad);
+    FN(add_sums)(at, at->query, at->row_sums, QUERIES, rows, at->query_grad);
 }
 
 /* Choose the mean of a panel's keys as origin. */
@@ -1307,10 +1304,7 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
     memset(at.key_grad, 0, (size_t)(at.pitch * plan->vectors * BYTES));
     memset(at.weight_grad, 0, (size_t)(weights * BYTES));
     const size_t sums_bytes = (size_t)(2 * plan->vectors * call->blocks * BYTES);
-    int shift = 0;
-    for (int64_t b = 0; b < call->n_bases; b++)
-        shift |= at.shifted && call->bases[b] == DIS;
-    if (shift)
+    if (at.shifted)
         memset(at.column_sums, 0, sums_bytes);
     for (int64_t n = group * call->n / groups; n < (group + 1) * call->n / groups; n++)
         for (int64_t panel = tile * plan->panels / tiles; panel < (tile + 1) * plan->panels / tiles; panel++) {
@@ -1320,7 +1314,7 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
             const int64_t place = (call->paired ? first * call->heads + h : pair * call->count + first) * d;
             const int64_t step = call->paired ? call->heads * d : d;
             const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
-            const int shifted = shift && !special_keys;
+            const int shifted = at.shifted && !special_keys;
             if (shifted)
                 FN(shift_keys)(&at, vectors);
             memset(at.grad, 0, (size_t)((call->paired ? 1 : QUERIES) * vectors * BYTES));
