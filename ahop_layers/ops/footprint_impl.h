@@ -199,7 +199,6 @@ typedef struct {
     int32_t *places, *used, most_used;
     double *integrals;
     V *sums, *grad, *values, *ordered, *key_grad, *query_grad, *weight_grad;
-    I *tags;
     /* For FN(add_products), else NULL: `values` of DIS, followed by `values` of DOT; keys minus `origin`, d
      * numbers; slopes summed over columns and over rows, [DIS or DOT][row or column][block]. */
     V *both_values, *shifted, *row_sums, *column_sums;
@@ -243,10 +242,7 @@ static int FN(load_queries)(const call_t *call, int64_t n, int64_t h, int64_t l,
             return FN(load_columns)(call, call->query, origin, stride, first, vectors, at->pitch, at->query);
         T *numbers = at->numbers;
         V *query = at->query + row * at->pitch;
-        if (stride[3] == 1)
-            FN(load)(call->query, call->dtype, &origin, 1, 1, d, numbers);
-        else
-            FN(load)(call->query, call->dtype, &origin, 1, stride[3], d, numbers);
+        FN(load)(call->query, call->dtype, &origin, 1, stride[3], d, numbers);
         for (int64_t i = 0; i < d; i++)
             query[i] = (V){0} + numbers[i];
         special |= FN(special)(numbers, d);
@@ -341,7 +337,7 @@ INLINE I FN(both)(V q, V k) { return (q == q) & (k == k); }
 
 #define SIMILARITY(i)                                                                                      \
     FN(enter)(mode, FN(compare)(base, at->width, negated ? -query[i] : query[i], keys[i]),                 \
-              mode == UNKNOWN_LAST ? FN(both)(query[i], keys[i]) : ~(I){0}, tags[i], masks, values + i, &sum)
+              mode == UNKNOWN_LAST ? FN(both)(query[i], keys[i]) : ~(I){0}, tag + (INT)(i), masks, values + i, &sum)
 
 /* Fill the columns of one query with similarities of single dimensions. With UNKNOWN_LAST, q*k enters as its negative,
  * so that the order of all bases is descending in similarity. Full runs of 32 rows are sorted while they are in
@@ -352,8 +348,9 @@ INLINE const step_t *FN(fill_by)(int32_t base, int mode, const FN(buffers) *at, 
     const int64_t step = at->query_pitch;
     const int64_t whole = mode == NAN_ASIDE || mode == BOUNDED ? 0 : d / 32; /* rare modes, and the code is long */
     const int aside = mode == NAN_ASIDE || mode == UNKNOWN_LAST, negated = mode == UNKNOWN_LAST && base == DOT;
-    const I masks = (I){0} + mask, *tags = at->tags;
-    for (int64_t run = 0; run < whole; run++, tags += 32) {
+    const I masks = (I){0} + mask;
+    for (int64_t run = 0; run < whole; run++) {
+        const I tag = (I){0} + (INT)(32 * run);
         const V *query = at->query + 32 * run, *keys = at->keys + 32 * run;
         V *x = at->x + 32 * run, *values = at->values + 32 * run, *sums = at->sums;
         for (int64_t v = 0; v < vectors; v++, query += step, keys += pitch, x += height, values += rank_pitch, sums++) {
@@ -368,7 +365,8 @@ INLINE const step_t *FN(fill_by)(int32_t base, int mode, const FN(buffers) *at, 
                 *sums += sum;
         }
     }
-    for (int64_t i = 32 * whole; i < d; i++, tags++) {
+    for (int64_t i = 32 * whole; i < d; i++) {
+        const I tag = (I){0} + (INT)i;
         const V *query = at->query + i, *keys = at->keys + i;
         V *x = at->x + i, *values = at->values + i, *sums = at->sums;
         for (int64_t v = 0; v < vectors; v++, query += step, keys += pitch, x += height, values += rank_pitch, sums++) {
@@ -491,12 +489,12 @@ static FN(buffers) FN(one_block)(const FN(buffers) *at)
 
 /* Choose the vectors per panel: as many as fit in `bytes`, enough to amortize the control flow of the network, and
  * about equal for all panels. */
-static void FN(split_keys)(plan_t *plan, int64_t bytes, int64_t block_bytes)
+static void FN(split_keys)(plan_t *plan, int64_t bytes)
 {
     const call_t *call = plan->call;
     const int64_t all = ceil_div(call->count, LANES);
     const int64_t rows = (call->d + column_height(call->d)) / 2; /* average of keys and sorted columns */
-    const int64_t room = (call->blocks < call->d ? block_bytes : bytes) / (rows * BYTES);
+    const int64_t room = (call->blocks < call->d ? BLOCK_BYTES : bytes) / (rows * BYTES);
     const int64_t fit = least(MAX_VECTORS, most(ABREAST, room));
     plan->vectors = least(all, ceil_div(ceil_div(all, ceil_div(all, fit)), ABREAST) * ABREAST);
     plan->panels = ceil_div(all, plan->vectors);
@@ -544,7 +542,6 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
     buffers->widths = take(&arena, call->n_bases * (int64_t)sizeof(FN(width)));
     buffers->ranks = take(&arena, call->n_bases * (int64_t)sizeof(int64_t));
     buffers->sums = take(&arena, rows * vectors * BYTES);
-    buffers->tags = take(&arena, blocks * BYTES); /* used by the backward pass only */
     buffers->values = take(&arena, most((blocks + 1) * columns, 2 * rows * vectors) * BYTES);
     if (call->missing) {
         buffers->known = take(&arena, vectors * BYTES);
@@ -863,11 +860,8 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
             for (int64_t row = 0; row < rows; row++) {
                 const T *sums = (const T *)(at.sums + row * vectors);
                 T *to = scores + (l + row) * stride[2];
-                if (stride[3] == 1)
-                    memcpy(to, sums, (size_t)width * sizeof(T));
-                else
-                    for (int64_t lane = 0; lane < width; lane++)
-                        to[lane * stride[3]] = sums[lane];
+                for (int64_t lane = 0; lane < width; lane++)
+                    to[lane * stride[3]] = sums[lane];
             }
         }
     }
@@ -876,7 +870,7 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
 static int FN(forward)(plan_t *plan)
 {
     const call_t *call = plan->call;
-    FN(split_keys)(plan, FORWARD_BYTES, BLOCK_FORWARD_BYTES);
+    FN(split_keys)(plan, FORWARD_BYTES);
     plan->chunks = ceil_div(call->length, QUERY_CHUNK);
     const int64_t entry = call->heads * plan->panels * plan->chunks; /* tasks of one batch entry */
     plan->groups = least(call->n, ceil_div(FN(enough_tasks)(plan), entry));
@@ -1299,8 +1293,6 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
     FN(buffers) at;
     FN(layout)(plan, scratch, 1, &at);
     FN(load_weights)(call, h, 2, &at);
-    for (int64_t i = 0; i < at.blocks; i++)
-        at.tags[i] = (I){0} + (INT)i;
     memset(at.key_grad, 0, (size_t)(at.pitch * plan->vectors * BYTES));
     memset(at.weight_grad, 0, (size_t)(weights * BYTES));
     const size_t sums_bytes = (size_t)(2 * plan->vectors * call->blocks * BYTES);
@@ -1393,7 +1385,7 @@ static int FN(plan_backward)(plan_t *plan)
 {
     const call_t *call = plan->call;
     const int64_t pairs = call->n * call->heads, d = call->d;
-    FN(split_keys)(plan, BACKWARD_BYTES, BLOCK_BACKWARD_BYTES);
+    FN(split_keys)(plan, BACKWARD_BYTES);
     plan->groups = least(call->n, ceil_div(FN(enough_tasks)(plan), call->heads));
     plan->tiles = least(plan->panels, ceil_div(MIN_TASKS, plan->groups * call->heads));
     plan->tasks = call->heads * plan->groups * plan->tiles;
@@ -1427,12 +1419,6 @@ static int FN(backward)(plan_t *plan)
     return DONE;
 }
 
-#undef V
-#undef I
-#undef WORD
-#undef LANES
-#undef QUERIES
-#undef ENTER
 #undef MIN
 #undef MAX
 #undef MIN_NUMBER
