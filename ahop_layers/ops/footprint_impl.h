@@ -1067,6 +1067,25 @@ INLINE void FN(add_slope)(int32_t base, V q, V k, V slope, V *query_grad, V *key
     }
 }
 
+/* Add to the gradients of queries and keys for dimensions `start` to `end`, in registers as FN(sum_run). */
+INLINE void FN(slope_run)(int32_t base, const V *slope, const V *query, const V *keys, int64_t pitch, int64_t start,
+                          int64_t end, int64_t queries, int64_t columns, V *query_grad, V *key_grad)
+{
+    for (int64_t i = start; i < end; i++) {
+        V q[QUERIES], sum[QUERIES];
+        UNROLL for (int r = 0; r < queries; r++) q[r] = query[r * pitch + i];
+        UNROLL for (int r = 0; r < queries; r++) sum[r] = query_grad[r * pitch + i];
+        UNROLL for (int j = 0; j < columns; j++) {
+            const V k = keys[j * pitch + i];
+            V grad = key_grad[j * pitch + i];
+            UNROLL for (int r = 0; r < queries; r++)
+                FN(add_slope)(base, q[r], k, slope[r * ABREAST + j], sum + r, &grad);
+            key_grad[j * pitch + i] = grad;
+        }
+        UNROLL for (int r = 0; r < queries; r++) query_grad[r * pitch + i] = sum[r];
+    }
+}
+
 /* Add to the gradients of queries and keys for blocks `block` to `end`, in tiles as FN(sum_tile). */
 INLINE void FN(slope_tile)(int32_t base, const FN(buffers) *at, int64_t vectors, int64_t block, int64_t end,
                            int64_t row, int64_t queries, int64_t v, int64_t columns)
@@ -1081,19 +1100,8 @@ INLINE void FN(slope_tile)(int32_t base, const FN(buffers) *at, int64_t vectors,
         UNROLL for (int r = 0; r < queries; r++)
             UNROLL for (int j = 0; j < columns; j++)
                 slope[r * ABREAST + j] = weights[(r * vectors + j) * rank_pitch + block] * grads[r * vectors + j];
-        for (int64_t i = block * width; i < (block + 1) * width; i++) {
-            V q[QUERIES], sum[QUERIES];
-            UNROLL for (int r = 0; r < queries; r++) q[r] = query[r * pitch + i];
-            UNROLL for (int r = 0; r < queries; r++) sum[r] = query_grad[r * pitch + i];
-            UNROLL for (int j = 0; j < columns; j++) {
-                const V k = keys[j * pitch + i];
-                V grad = key_grad[j * pitch + i];
-                UNROLL for (int r = 0; r < queries; r++)
-                    FN(add_slope)(base, q[r], k, slope[r * ABREAST + j], sum + r, &grad);
-                key_grad[j * pitch + i] = grad;
-            }
-            UNROLL for (int r = 0; r < queries; r++) query_grad[r * pitch + i] = sum[r];
-        }
+        FN(slope_run)(base, slope, query, keys, pitch, block * width, (block + 1) * width, queries, columns, query_grad,
+                      key_grad);
     }
 }
 
@@ -1142,21 +1150,8 @@ INLINE void FN(product_tile)(int bases, const FN(buffers) *at, int64_t rows, int
             UNROLL for (int r = 0; r < queries; r++) by_row[r * blocks] += row_sum[r];
             UNROLL for (int j = 0; j < columns; j++) by_column[j * blocks] += column_sum[j];
         }
-        for (int64_t i = block * width; i < (block + 1) * width; i++) {
-            V q[QUERIES], sum[QUERIES];
-            UNROLL for (int r = 0; r < queries; r++) q[r] = query[r * pitch + i];
-            UNROLL for (int r = 0; r < queries; r++) sum[r] = query_grad[r * pitch + i];
-            UNROLL for (int j = 0; j < columns; j++) {
-                const V k = keys[j * pitch + i];
-                V grad = key_grad[j * pitch + i];
-                UNROLL for (int r = 0; r < queries; r++) {
-                    sum[r] += factor[r * ABREAST + j] * k;
-                    grad += factor[r * ABREAST + j] * q[r];
-                }
-                key_grad[j * pitch + i] = grad;
-            }
-            UNROLL for (int r = 0; r < queries; r++) query_grad[r * pitch + i] = sum[r];
-        }
+        FN(slope_run)(DOT, factor, query, keys, pitch, block * width, (block + 1) * width, queries, columns, query_grad,
+                      key_grad);
     }
 }
 
