@@ -254,7 +254,7 @@ def test_opcheck(name, dropout, need):
     torch.library.opcheck(torch.ops.ahop.attend, (*inputs, mask, seed, *options, beta, 1.5))
     inputs, beta = [x.detach() for x in inputs], None if beta is None else beta.detach()
     out, log_sum = torch.ops.ahop.attend_forward(*inputs, mask, seed, *options, beta, 1.5)
-    arguments = (torch.randn_like(out), *inputs, mask, seed, out, log_sum, *options, beta, 1.5, need)
+    arguments = (torch.randn_like(out), out, log_sum, *inputs, mask, seed, *options, beta, 1.5, need)
     torch.library.opcheck(torch.ops.ahop.attend_backward, arguments)
 
 
@@ -314,7 +314,7 @@ def test_bad_backward_calls():
         (out, (out, log_sum.double()), [True] * 5, "log_sum must be .* of torch.float32"),
         (out, (out, log_sum), [True] * 4, "need must have 5 entries"),
     ):
-        refuses(message, torch.ops.ahop.attend_backward, grad, *tensors, *saved, *options, need)
+        refuses(message, torch.ops.ahop.attend_backward, grad, *saved, *tensors, *options, need)
 
 
 def test_tensors_of_inference_mode_are_refused_under_autograd():

@@ -188,11 +188,6 @@ def _prepare(args: Sequence[Any]) -> tuple[AttentionCall, Attention]:
     return call, choose_attention(backend, call)
 
 
-def _split(args: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Splits the arguments of ``ahop::attend_backward`` into the call; and gradient, results and ``need``."""
-    return (*args[1:7], *args[9:-1]), (args[0], args[7], args[8], args[-1])
-
-
 def _check_results(call: AttentionCall, grad: Tensor, out: Tensor, log_sum: Tensor, need: Sequence[bool]) -> None:
     shape, dtype = (*call.query.shape[:-1], call.value.shape[-1]), accumulation_dtype(call.query.dtype)
     check_tensor("grad", grad, shape, call.value.dtype, call.query)
@@ -207,11 +202,11 @@ def _attend_forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _attend_backward(*args: Any) -> tuple[Tensor, ...]:
-    of_call, results = _split(args)
-    call, implementation = _prepare(of_call)
-    _check_results(call, *results)
-    *grads, weight, beta = implementation.backward(call, *results)
-    return *grads, weight.to(args[4].dtype), beta.to(args[4].dtype)
+    grad, out, log_sum, *inputs, need = args
+    call, implementation = _prepare(inputs)
+    _check_results(call, grad, out, log_sum, need)
+    *grads, weight, beta = implementation.backward(call, grad, out, log_sum, need)
+    return *grads, weight.to(inputs[3].dtype), beta.to(inputs[3].dtype)
 
 
 def _fake_attend_forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -219,11 +214,11 @@ def _fake_attend_forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_attend_backward(*args: Any) -> tuple[Tensor, ...]:
-    of_call, results = _split(args)
-    call, backend = _parse(of_call)
-    _check_results(_checked(call, backend), *results)
+    grad, out, log_sum, *inputs, need = args
+    call, backend = _parse(inputs)
+    _check_results(_checked(call, backend), grad, out, log_sum, need)
     beta = call.query.new_empty(0) if call.beta is None else call.beta
-    return tuple(allocate_grads((*call[:4], beta), results[3]))
+    return tuple(allocate_grads((*call[:4], beta), need))
 
 
 class _Attend(torch.autograd.Function):
@@ -234,7 +229,7 @@ class _Attend(torch.autograd.Function):
             raise AHopError("mask must not require a gradient: ahop::attend computes none, got one that does")
         *tensors, bases, causal, dropout, backend, beta, scaling = args
         results: tuple[Tensor, Tensor] = call_operator("attend_forward", *args)
-        ctx.save_for_backward(*tensors, *results, beta)
+        ctx.save_for_backward(*results, *tensors, beta)
         ctx.options, ctx.scaling = (bases, causal, dropout, backend), scaling
         return results[0]
 
@@ -247,11 +242,10 @@ class _Attend(torch.autograd.Function):
         return *grads, *[None] * 6, slope, None
 
 
-_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? mask, Tensor? seed"
-_OPTIONS = "str bases, bool causal, float dropout, str backend"
-_INPUTS = f"({_TENSORS}, {_OPTIONS}, Tensor? beta, float scaling)"
-register("attend_forward", f"{_INPUTS} -> (Tensor, Tensor)", _attend_forward, _fake_attend_forward)
-register_composite("attend", f"{_INPUTS} -> Tensor", _Attend)
-_SCHEMA = f"(Tensor grad, {_TENSORS}, Tensor out, Tensor log_sum, {_OPTIONS}, Tensor? beta, float scaling, bool[] need)"
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? mask, Tensor? seed"
+_INPUTS += ", str bases, bool causal, float dropout, str backend, Tensor? beta, float scaling"
+register("attend_forward", f"({_INPUTS}) -> (Tensor, Tensor)", _attend_forward, _fake_attend_forward)
+register_composite("attend", f"({_INPUTS}) -> Tensor", _Attend)
+_SCHEMA = f"(Tensor grad, Tensor out, Tensor log_sum, {_INPUTS}, bool[] need)"
 _SCHEMA += " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 register("attend_backward", _SCHEMA, _attend_backward, _fake_attend_backward)

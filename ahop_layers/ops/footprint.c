@@ -33,7 +33,7 @@
 
 enum { ABI_VERSION = 6 }; /* also in cpu.py; increase both with every change of the interface */
 enum { FAILED = -1, DONE };
-enum { DIS, DOT, L1, NEAR, BOUNDED_NEAR };
+enum { DIS, DOT, L1, NEAR };
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { NEED_QUERY = 1, NEED_KEY = 2, NEED_WEIGHT = 4 };
 enum { END, SORT2, SORT4, SORT8, SORT16, SORT32, MERGE32, CHAIN1, CHAIN2, CHAIN3, CHAIN4 };
@@ -42,8 +42,8 @@ enum { RUN = 64 }; /* sums are added up in runs of this length, which limits the
 /* How similarities enter a network: unchanged; with NaN set aside; tagged; tagged and clamped to finite values; with
  * unknown ones last. */
 enum { PLAIN, NAN_ASIDE, TAGGED, BOUNDED, UNKNOWN_LAST };
-enum { FORWARD_BYTES = 52 << 10, BACKWARD_BYTES = 12 << 10, PARTIAL_BYTES = 8 << 20 };
-enum { BLOCK_FORWARD_BYTES = 256 << 10, BLOCK_BACKWARD_BYTES = 256 << 10 }; /* if blocks are wider than a dimension */
+/* Sizes of a panel of keys; BLOCK_BYTES if blocks are wider than a dimension. */
+enum { FORWARD_BYTES = 52 << 10, BACKWARD_BYTES = 12 << 10, BLOCK_BYTES = 256 << 10, PARTIAL_BYTES = 8 << 20 };
 enum { TASK_WORK = 1 << 24 }; /* approximate limit of similarities per task, so that many threads share a large call */
 
 /* A step of the sorting network: `groups` groups of rows, the first at row `start`, each `advance` rows after the

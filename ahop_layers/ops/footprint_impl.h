@@ -199,7 +199,6 @@ typedef struct {
     int32_t *places, *used, most_used;
     double *integrals;
     V *sums, *grad, *values, *ordered, *key_grad, *query_grad, *weight_grad;
-    I *tags;
     /* For FN(add_products), else NULL: `values` of DIS, followed by `values` of DOT; keys minus `origin`, d
      * numbers; slopes summed over columns and over rows, [DIS or DOT][row or column][block]. */
     V *both_values, *shifted, *row_sums, *column_sums;
@@ -243,10 +242,7 @@ static int FN(load_queries)(const call_t *call, int64_t n, int64_t h, int64_t l,
             return FN(load_columns)(call, call->query, origin, stride, first, vectors, at->pitch, at->query);
         T *numbers = at->numbers;
         V *query = at->query + row * at->pitch;
-        if (stride[3] == 1)
-            FN(load)(call->query, call->dtype, &origin, 1, 1, d, numbers);
-        else
-            FN(load)(call->query, call->dtype, &origin, 1, stride[3], d, numbers);
+        FN(load)(call->query, call->dtype, &origin, 1, stride[3], d, numbers);
         for (int64_t i = 0; i < d; i++)
             query[i] = (V){0} + numbers[i];
         special |= FN(special)(numbers, d);
@@ -288,13 +284,12 @@ INLINE int FN(any)(I mask)
 /* Compute exp(-x / width) in place for a few rows x >= 0: 2^e is 2^(e - n) from a polynomial times 2^n, where n is the
  * integer next to e. Adding `magic` rounds to n and leaves n + BIAS in the lowest bits, the exponent of 2^n; n = -BIAS
  * gives 0. The rows advance together, because each waits for the previous step. */
-INLINE void FN(near)(V *x, int64_t rows, FN(width) width, int bounded)
+INLINE void FN(near)(V *x, int64_t rows, FN(width) width)
 {
     const T magic = (T)3 * ((INT)1 << (MANTISSA - 1)) + BIAS, power[] = {POWER};
     const int degree = sizeof power / sizeof *power - 1;
-    V rounded[2 * ABREAST], sum[2 * ABREAST];
-    if (!bounded)
-        UNROLL for (int j = 0; j < rows; j++) x[j] = MIN((V){0} + width.limit, x[j]);
+    V rounded[ABREAST], sum[ABREAST];
+    UNROLL for (int j = 0; j < rows; j++) x[j] = MIN((V){0} + width.limit, x[j]);
     UNROLL for (int j = 0; j < rows; j++) rounded[j] = x[j] * width.scale + magic;
     UNROLL for (int j = 0; j < rows; j++) x[j] = x[j] * width.scale - (rounded[j] - magic);
     UNROLL for (int j = 0; j < rows; j++) sum[j] = x[j] * power[degree] + power[degree - 1];
@@ -312,7 +307,7 @@ INLINE V FN(compare)(int32_t base, FN(width) width, V q, V k)
         return q * k;
     V distance = MAX(q - k, k - q);
     if (base == NEAR)
-        FN(near)(&distance, 1, width, 0);
+        FN(near)(&distance, 1, width);
     return distance;
 }
 
@@ -342,7 +337,7 @@ INLINE I FN(both)(V q, V k) { return (q == q) & (k == k); }
 
 #define SIMILARITY(i)                                                                                      \
     FN(enter)(mode, FN(compare)(base, at->width, negated ? -query[i] : query[i], keys[i]),                 \
-              mode == UNKNOWN_LAST ? FN(both)(query[i], keys[i]) : ~(I){0}, tags[i], masks, values + i, &sum)
+              mode == UNKNOWN_LAST ? FN(both)(query[i], keys[i]) : ~(I){0}, tag + (INT)(i), masks, values + i, &sum)
 
 /* Fill the columns of one query with similarities of single dimensions. With UNKNOWN_LAST, q*k enters as its negative,
  * so that the order of all bases is descending in similarity. Full runs of 32 rows are sorted while they are in
@@ -353,8 +348,9 @@ INLINE const step_t *FN(fill_by)(int32_t base, int mode, const FN(buffers) *at, 
     const int64_t step = at->query_pitch;
     const int64_t whole = mode == NAN_ASIDE || mode == BOUNDED ? 0 : d / 32; /* rare modes, and the code is long */
     const int aside = mode == NAN_ASIDE || mode == UNKNOWN_LAST, negated = mode == UNKNOWN_LAST && base == DOT;
-    const I masks = (I){0} + mask, *tags = at->tags;
-    for (int64_t run = 0; run < whole; run++, tags += 32) {
+    const I masks = (I){0} + mask;
+    for (int64_t run = 0; run < whole; run++) {
+        const I tag = (I){0} + (INT)(32 * run);
         const V *query = at->query + 32 * run, *keys = at->keys + 32 * run;
         V *x = at->x + 32 * run, *values = at->values + 32 * run, *sums = at->sums;
         for (int64_t v = 0; v < vectors; v++, query += step, keys += pitch, x += height, values += rank_pitch, sums++) {
@@ -369,7 +365,8 @@ INLINE const step_t *FN(fill_by)(int32_t base, int mode, const FN(buffers) *at, 
                 *sums += sum;
         }
     }
-    for (int64_t i = 32 * whole; i < d; i++, tags++) {
+    for (int64_t i = 32 * whole; i < d; i++) {
+        const I tag = (I){0} + (INT)i;
         const V *query = at->query + i, *keys = at->keys + i;
         V *x = at->x + i, *values = at->values + i, *sums = at->sums;
         for (int64_t v = 0; v < vectors; v++, query += step, keys += pitch, x += height, values += rank_pitch, sums++) {
@@ -492,12 +489,12 @@ static FN(buffers) FN(one_block)(const FN(buffers) *at)
 
 /* Choose the vectors per panel: as many as fit in `bytes`, enough to amortize the control flow of the network, and
  * about equal for all panels. */
-static void FN(split_keys)(plan_t *plan, int64_t bytes, int64_t block_bytes)
+static void FN(split_keys)(plan_t *plan, int64_t bytes)
 {
     const call_t *call = plan->call;
     const int64_t all = ceil_div(call->count, LANES);
     const int64_t rows = (call->d + column_height(call->d)) / 2; /* average of keys and sorted columns */
-    const int64_t room = (call->blocks < call->d ? block_bytes : bytes) / (rows * BYTES);
+    const int64_t room = (call->blocks < call->d ? BLOCK_BYTES : bytes) / (rows * BYTES);
     const int64_t fit = least(MAX_VECTORS, most(ABREAST, room));
     plan->vectors = least(all, ceil_div(ceil_div(all, ceil_div(all, fit)), ABREAST) * ABREAST);
     plan->panels = ceil_div(all, plan->vectors);
@@ -512,11 +509,14 @@ static int64_t FN(enough_tasks)(const plan_t *plan)
 }
 
 /* Returns whether FN(add_products) saves time, because blocks are wide and enough queries share the shifted keys, and
- * takes little memory. */
+ * takes little memory. Without DIS there is nothing to save. */
 static int FN(uses_products)(const call_t *call)
 {
     const int wide = call->d >= 4 * call->blocks, small = call->d <= 2048 && call->blocks <= 64;
-    return wide && small && call->length >= 2 * QUERIES; /* which is not so if paired */
+    int dis = 0;
+    for (int64_t b = 0; b < call->n_bases; b++)
+        dis |= call->bases[b] == DIS;
+    return dis && wide && small && call->length >= 2 * QUERIES; /* which is not so if paired */
 }
 
 /* Place the buffers of a thread in its scratch area. Returns the size of the area. */
@@ -542,7 +542,6 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
     buffers->widths = take(&arena, call->n_bases * (int64_t)sizeof(FN(width)));
     buffers->ranks = take(&arena, call->n_bases * (int64_t)sizeof(int64_t));
     buffers->sums = take(&arena, rows * vectors * BYTES);
-    buffers->tags = take(&arena, blocks * BYTES); /* used by the backward pass only */
     buffers->values = take(&arena, most((blocks + 1) * columns, 2 * rows * vectors) * BYTES);
     if (call->missing) {
         buffers->known = take(&arena, vectors * BYTES);
@@ -572,48 +571,34 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
 /* Compute similarities of a few columns from |q-k|, in place. Other bases have been sorted as they are. */
 INLINE void FN(from_distance)(int32_t base, FN(width) width, int64_t columns, V *x)
 {
-    if (base == NEAR || base == BOUNDED_NEAR)
-        FN(near)(x, columns, width, base == BOUNDED_NEAR);
+    if (base == NEAR)
+        FN(near)(x, columns, width);
     if (base == DIS)
         UNROLL for (int j = 0; j < columns; j++) x[j] *= x[j];
 }
 
-/* Add weights times rows to the sums. With `neighbors`, run the comparators that the sort skipped; with `keep`, the
- * rows remain sorted. */
-INLINE void FN(weigh)(int32_t base, const FN(buffers) *at, const T *weights, int neighbors, int keep, int64_t first,
+/* Add weights times rows to the sums. With `neighbors`, run the comparators that the sort skipped. */
+INLINE void FN(weigh)(int32_t base, const FN(buffers) *at, const T *weights, int neighbors, int64_t first,
                       int64_t columns)
 {
-    const FN(width) near = at->width;
     const int64_t blocks = at->blocks, height = at->height;
-    V *x = at->x + first * height, *sums = at->sums + first, low[2 * ABREAST], *high = low + columns;
+    V *x = at->x + first * height, *sums = at->sums + first, rows[ABREAST];
     for (int64_t i = 0; i < blocks;) {
-        const int64_t end = least(i - i % RUN + RUN + neighbors, blocks);
+        const int64_t end = least(i + RUN, blocks);
         V sum[ABREAST] = {{0}};
-        if (neighbors && i == 0) {
-            UNROLL for (int j = 0; j < columns; j++) low[j] = x[j * height];
-            FN(from_distance)(base, near, columns, low);
-            UNROLL for (int j = 0; j < columns; j++) sum[j] = weights[0] * low[j];
-            i++;
-        }
-        for (; i + 1 < end; i += 2) {
-            UNROLL for (int j = 0; j < columns; j++) {
-                low[j] = x[j * height + i];
-                high[j] = x[j * height + i + 1];
-                if (neighbors)
-                    CE(low[j], high[j])
-                if (keep) {
-                    x[j * height + i] = low[j];
-                    x[j * height + i + 1] = high[j];
-                }
-            }
-            FN(from_distance)(base, near, 2 * columns, low);
-            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * low[j];
-            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i + 1] * high[j];
-        }
         for (; i < end; i++) {
-            UNROLL for (int j = 0; j < columns; j++) low[j] = x[j * height + i];
-            FN(from_distance)(base, near, columns, low);
-            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * low[j];
+            UNROLL for (int j = 0; j < columns; j++) rows[j] = x[j * height + i];
+            if (neighbors && i % 2 && i + 1 < blocks) {
+                UNROLL for (int j = 0; j < columns; j++) {
+                    V next = x[j * height + i + 1];
+                    CE(rows[j], next)
+                    sum[j] += weights[i] * rows[j];
+                    rows[j] = next;
+                }
+                i++;
+            }
+            FN(from_distance)(base, at->width, columns, rows);
+            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * rows[j];
         }
         UNROLL for (int j = 0; j < columns; j++) sums[j] += sum[j];
     }
@@ -644,9 +629,9 @@ static void FN(sort_and_weigh)(const step_t *network, const FN(buffers) *at, con
     case 16: SORT_AND_WEIGH(16, APPLY(S16, ROWS16))
     default:
         if (FN(sort)(network, at->x, at->blocks, height, vectors, 1))
-            ACROSS(FN(weigh), L1, at, weights, 1, 0)
+            ACROSS(FN(weigh), L1, at, weights, 1)
         else
-            ACROSS(FN(weigh), L1, at, weights, 0, 0)
+            ACROSS(FN(weigh), L1, at, weights, 0)
     }
 }
 
@@ -778,38 +763,20 @@ static void FN(forward_flat)(const call_t *call, const FN(buffers) *at, int64_t 
 }
 
 #define WEIGH(base)                                                             \
-    {                                                                           \
-        if (mode == UNKNOWN_LAST)                                               \
-            for (int64_t v = 0; v < vectors; v++)                               \
-                FN(weigh_known)(base, at, at->stretched + b * at->d, call->n_bases * at->d, v); \
-        else if (neighbors)                                                     \
-            ACROSS(FN(weigh), base, at, weights, 1, 1)                          \
-        else                                                                    \
-            ACROSS(FN(weigh), base, at, weights, 0, 0)                          \
+    if (mode == UNKNOWN_LAST)                                                   \
+        for (int64_t v = 0; v < vectors; v++)                                   \
+            FN(weigh_known)(base, at, at->stretched + b * at->d, call->n_bases * at->d, v); \
+    else                                                                        \
+        ACROSS(FN(weigh), base, at, at->weights + b * at->d, 0)                 \
+    break;
+
+static void FN(weigh_shared)(const call_t *call, const FN(buffers) *at, int mode, int64_t b, int64_t vectors)
+{
+    switch (call->bases[b]) {
+    case DIS: WEIGH(DIS)
+    case NEAR: WEIGH(NEAR)
+    default: WEIGH(L1)
     }
-
-/* Returns whether all sorted |q-k| are below the limit, in their last two rows, which the sort may not have ordered. */
-static int FN(is_bounded)(const FN(buffers) *at, int64_t vectors)
-{
-    I above = {0};
-    for (int64_t v = 0; v < vectors; v++)
-        for (int64_t i = most(0, at->d - 2); i < at->d; i++)
-            above |= ~(at->x[v * at->height + i] < (V){0} + at->width.limit);
-    return !FN(any)(above);
-}
-
-static void FN(weigh_shared)(const call_t *call, const FN(buffers) *at, int mode, int neighbors, int64_t b,
-                             int64_t vectors)
-{
-    const T *weights = at->weights + b * at->d;
-    if (call->bases[b] == DIS)
-        WEIGH(DIS)
-    else if (call->bases[b] != NEAR)
-        WEIGH(L1)
-    else if (FN(is_bounded)(at, vectors))
-        WEIGH(BOUNDED_NEAR)
-    else
-        WEIGH(NEAR)
 }
 
 /* Sort |q-k| of single dimensions, or q*k if `dot`, once for all bases that need it. */
@@ -821,12 +788,11 @@ static void FN(forward_shared)(const call_t *call, const FN(buffers) *at, int do
         if (mode == UNKNOWN_LAST)
             FN(count_known)(call, &one, vectors);
         const step_t *network = FN(fill)(dot ? DOT : L1, mode, &one, 0, vectors);
-        int neighbors = FN(sort)(network, one.x, at->d, at->height, vectors, mode != UNKNOWN_LAST);
+        FN(sort)(network, one.x, at->d, at->height, vectors, 0);
         for (int64_t b = 0; b < call->n_bases; b++)
             if ((call->bases[b] == DOT) == dot && (mode == NAN_ASIDE || !FN(is_flat)(at, b))) {
                 one.width = at->widths[b];
-                FN(weigh_shared)(call, &one, mode, neighbors, b, vectors);
-                neighbors = 0;
+                FN(weigh_shared)(call, &one, mode, b, vectors);
             }
     }
 }
@@ -894,11 +860,8 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
             for (int64_t row = 0; row < rows; row++) {
                 const T *sums = (const T *)(at.sums + row * vectors);
                 T *to = scores + (l + row) * stride[2];
-                if (stride[3] == 1)
-                    memcpy(to, sums, (size_t)width * sizeof(T));
-                else
-                    for (int64_t lane = 0; lane < width; lane++)
-                        to[lane * stride[3]] = sums[lane];
+                for (int64_t lane = 0; lane < width; lane++)
+                    to[lane * stride[3]] = sums[lane];
             }
         }
     }
@@ -907,7 +870,7 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
 static int FN(forward)(plan_t *plan)
 {
     const call_t *call = plan->call;
-    FN(split_keys)(plan, FORWARD_BYTES, BLOCK_FORWARD_BYTES);
+    FN(split_keys)(plan, FORWARD_BYTES);
     plan->chunks = ceil_div(call->length, QUERY_CHUNK);
     const int64_t entry = call->heads * plan->panels * plan->chunks; /* tasks of one batch entry */
     plan->groups = least(call->n, ceil_div(FN(enough_tasks)(plan), entry));
@@ -1104,37 +1067,22 @@ INLINE void FN(add_slope)(int32_t base, V q, V k, V slope, V *query_grad, V *key
     }
 }
 
-/* Add to the gradients of a query and a few columns of keys, where every dimension is a block. */
-INLINE void FN(add_slopes_by)(int32_t base, const FN(buffers) *at, int64_t first, int64_t columns)
+/* Add to the gradients of queries and keys for dimensions `start` to `end`, in registers as FN(sum_run). */
+INLINE void FN(slope_run)(int32_t base, const V *slope, const V *query, const V *keys, int64_t pitch, int64_t start,
+                          int64_t end, int64_t queries, int64_t columns, V *query_grad, V *key_grad)
 {
-    const int64_t d = at->d, pitch = at->pitch;
-    const V *query = at->query + first * at->query_pitch, *keys = at->keys + first * pitch;
-    const V *slopes = at->values + first * (d + 1);
-    V grad[ABREAST], *query_grad = at->query_grad + first * at->query_pitch, *key_grad = at->key_grad + first * pitch;
-    UNROLL for (int j = 0; j < columns; j++) grad[j] = at->grad[first + j];
-    for (int64_t i = 0; i < d; i++) {
-        V sum = {0};
-        UNROLL for (int j = 0; j < columns; j++)
-            FN(add_slope)(base, query[i], keys[j * pitch + i], slopes[j * (d + 1) + i] * grad[j], &sum,
-                          key_grad + j * pitch + i);
-        query_grad[i] += sum;
-    }
-}
-
-#define ONE_QUERY(base)                                                         \
-    if (at->query_pitch)                                                        \
-        for (int64_t v = 0; v < vectors; v++)                                   \
-            FN(add_slopes_by)(base, at, v, 1);                                  \
-    else                                                                        \
-        ACROSS(FN(add_slopes_by), base, at)                                     \
-    break;
-
-static void FN(add_slopes)(int32_t base, const FN(buffers) *at, int64_t vectors)
-{
-    switch (base) {
-    case DIS: ONE_QUERY(DIS)
-    case DOT: ONE_QUERY(DOT)
-    case L1: ONE_QUERY(L1)
+    for (int64_t i = start; i < end; i++) {
+        V q[QUERIES], sum[QUERIES];
+        UNROLL for (int r = 0; r < queries; r++) q[r] = query[r * pitch + i];
+        UNROLL for (int r = 0; r < queries; r++) sum[r] = query_grad[r * pitch + i];
+        UNROLL for (int j = 0; j < columns; j++) {
+            const V k = keys[j * pitch + i];
+            V grad = key_grad[j * pitch + i];
+            UNROLL for (int r = 0; r < queries; r++)
+                FN(add_slope)(base, q[r], k, slope[r * ABREAST + j], sum + r, &grad);
+            key_grad[j * pitch + i] = grad;
+        }
+        UNROLL for (int r = 0; r < queries; r++) query_grad[r * pitch + i] = sum[r];
     }
 }
 
@@ -1152,23 +1100,13 @@ INLINE void FN(slope_tile)(int32_t base, const FN(buffers) *at, int64_t vectors,
         UNROLL for (int r = 0; r < queries; r++)
             UNROLL for (int j = 0; j < columns; j++)
                 slope[r * ABREAST + j] = weights[(r * vectors + j) * rank_pitch + block] * grads[r * vectors + j];
-        for (int64_t i = block * width; i < (block + 1) * width; i++) {
-            V q[QUERIES], sum[QUERIES];
-            UNROLL for (int r = 0; r < queries; r++) q[r] = query[r * pitch + i];
-            UNROLL for (int r = 0; r < queries; r++) sum[r] = query_grad[r * pitch + i];
-            UNROLL for (int j = 0; j < columns; j++) {
-                const V k = keys[j * pitch + i];
-                V grad = key_grad[j * pitch + i];
-                UNROLL for (int r = 0; r < queries; r++)
-                    FN(add_slope)(base, q[r], k, slope[r * ABREAST + j], sum + r, &grad);
-                key_grad[j * pitch + i] = grad;
-            }
-            UNROLL for (int r = 0; r < queries; r++) query_grad[r * pitch + i] = sum[r];
-        }
+        FN(slope_run)(base, slope, query, keys, pitch, block * width, (block + 1) * width, queries, columns, query_grad,
+                      key_grad);
     }
 }
 
-static void FN(add_block_slopes)(int32_t base, const FN(buffers) *at, int64_t rows, int64_t vectors)
+/* Not inlined: in FN(backward_task), it would make the loops of FN(product_tile) spill registers. */
+static __attribute__((noinline)) void FN(add_slopes)(int32_t base, const FN(buffers) *at, int64_t rows, int64_t vectors)
 {
     const int64_t step = most(1, RUN * at->blocks / at->d);
     for (int64_t block = 0; block < at->blocks; block += step) {
@@ -1190,9 +1128,8 @@ INLINE void FN(product_tile)(int bases, const FN(buffers) *at, int64_t rows, int
                              int64_t end, int64_t row, int64_t queries, int64_t v, int64_t columns)
 {
     const int64_t pitch = at->pitch, blocks = at->blocks, rank_pitch = blocks + 1, width = at->d / blocks;
-    const int64_t c = row * vectors + v, dis = bases & 1 << DIS;
-    const V *query = at->query + row * pitch, *keys = (dis ? at->shifted : at->keys) + v * pitch;
-    const V *grads = at->grad + c;
+    const int64_t c = row * vectors + v;
+    const V *query = at->query + row * pitch, *keys = at->shifted + v * pitch, *grads = at->grad + c;
     V *query_grad = at->query_grad + row * pitch, *key_grad = at->key_grad + v * pitch;
     for (; block < end; block++) {
         V factor[QUERIES * ABREAST] = {{0}};
@@ -1210,26 +1147,11 @@ INLINE void FN(product_tile)(int bases, const FN(buffers) *at, int64_t rows, int
                     row_sum[r] += slope;
                     column_sum[j] += slope;
                 }
-            if (dis) {
-                UNROLL for (int r = 0; r < queries; r++) by_row[r * blocks] += row_sum[r];
-                UNROLL for (int j = 0; j < columns; j++) by_column[j * blocks] += column_sum[j];
-            }
+            UNROLL for (int r = 0; r < queries; r++) by_row[r * blocks] += row_sum[r];
+            UNROLL for (int j = 0; j < columns; j++) by_column[j * blocks] += column_sum[j];
         }
-        for (int64_t i = block * width; i < (block + 1) * width; i++) {
-            V q[QUERIES], sum[QUERIES];
-            UNROLL for (int r = 0; r < queries; r++) q[r] = query[r * pitch + i];
-            UNROLL for (int r = 0; r < queries; r++) sum[r] = query_grad[r * pitch + i];
-            UNROLL for (int j = 0; j < columns; j++) {
-                const V k = keys[j * pitch + i];
-                V grad = key_grad[j * pitch + i];
-                UNROLL for (int r = 0; r < queries; r++) {
-                    sum[r] += factor[r * ABREAST + j] * k;
-                    grad += factor[r * ABREAST + j] * q[r];
-                }
-                key_grad[j * pitch + i] = grad;
-            }
-            UNROLL for (int r = 0; r < queries; r++) query_grad[r * pitch + i] = sum[r];
-        }
+        FN(slope_run)(DOT, factor, query, keys, pitch, block * width, (block + 1) * width, queries, columns, query_grad,
+                      key_grad);
     }
 }
 
@@ -1249,12 +1171,10 @@ static void FN(add_sums)(const FN(buffers) *at, const V *x, const V *sums, int64
 static void FN(add_products)(int bases, const FN(buffers) *at, int64_t rows, int64_t vectors)
 {
     const int64_t step = most(1, RUN * at->blocks / at->d);
-    if (bases & 1 << DIS) {
-        memset(at->row_sums, 0, (size_t)(2 * QUERIES * at->blocks * BYTES));
-        for (int64_t row = 0; row < rows; row++)
-            for (int64_t i = 0; i < at->d; i++)
-                at->query[row * at->pitch + i] -= at->origin[i];
-    }
+    memset(at->row_sums, 0, (size_t)(2 * QUERIES * at->blocks * BYTES));
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < at->d; i++)
+            at->query[row * at->pitch + i] -= at->origin[i];
     for (int64_t block = 0; block < at->blocks; block += step) {
         const int64_t end = least(block + step, at->blocks);
         switch (bases) {
@@ -1263,8 +1183,7 @@ static void FN(add_products)(int bases, const FN(buffers) *at, int64_t rows, int
         default: TILES(FN(product_tile), 1 << DIS | 1 << DOT, at, rows, vectors, block, end)
         }
     }
-    if (bases & 1 << DIS)
-        FN(add_sums)(at, at->query, at->row_sums, QUERIES, rows, at->query_grad);
+    FN(add_sums)(at, at->query, at->row_sums, QUERIES, rows, at->query_grad);
 }
 
 /* Choose the mean of a panel's keys as origin. */
@@ -1310,14 +1229,14 @@ static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t
             for (int64_t c = 0; c < rows * vectors; c++)
                 all.values[2 * c] = (V){0} + weights[0];
             if (at->ranks[b])
-                FN(add_block_slopes)(base, &all, rows, vectors);
+                FN(add_slopes)(base, &all, rows, vectors);
         } else if (at->blocks == at->d) {
             for (int64_t row = 0; row < rows; row++) {
                 const FN(buffers) one = FN(only_row)(at, row, vectors);
                 const step_t *network = FN(fill)(base, mode, &one, mask, vectors);
                 FN(sort_and_rank)(network, &one, weights, weight_grad, mask, by_rank, mode, vectors);
                 if (by_rank)
-                    FN(add_slopes)(base, &one, vectors);
+                    FN(add_slopes)(base, &one, 1, vectors);
             }
         } else {
             FN(buffers) each = *at;
@@ -1332,7 +1251,7 @@ static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t
             if (products && base != L1)
                 together |= 1 << base;
             else if (by_rank)
-                FN(add_block_slopes)(base, at, rows, vectors);
+                FN(add_slopes)(base, at, rows, vectors);
         }
     }
     if (together)
@@ -1369,15 +1288,10 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
     FN(buffers) at;
     FN(layout)(plan, scratch, 1, &at);
     FN(load_weights)(call, h, 2, &at);
-    for (int64_t i = 0; i < at.blocks; i++)
-        at.tags[i] = (I){0} + (INT)i;
     memset(at.key_grad, 0, (size_t)(at.pitch * plan->vectors * BYTES));
     memset(at.weight_grad, 0, (size_t)(weights * BYTES));
     const size_t sums_bytes = (size_t)(2 * plan->vectors * call->blocks * BYTES);
-    int shift = 0;
-    for (int64_t b = 0; b < call->n_bases; b++)
-        shift |= at.shifted && call->bases[b] == DIS;
-    if (shift)
+    if (at.shifted)
         memset(at.column_sums, 0, sums_bytes);
     for (int64_t n = group * call->n / groups; n < (group + 1) * call->n / groups; n++)
         for (int64_t panel = tile * plan->panels / tiles; panel < (tile + 1) * plan->panels / tiles; panel++) {
@@ -1387,7 +1301,7 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
             const int64_t place = (call->paired ? first * call->heads + h : pair * call->count + first) * d;
             const int64_t step = call->paired ? call->heads * d : d;
             const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
-            const int shifted = shift && !special_keys;
+            const int shifted = at.shifted && !special_keys;
             if (shifted)
                 FN(shift_keys)(&at, vectors);
             memset(at.grad, 0, (size_t)((call->paired ? 1 : QUERIES) * vectors * BYTES));
@@ -1466,7 +1380,7 @@ static int FN(plan_backward)(plan_t *plan)
 {
     const call_t *call = plan->call;
     const int64_t pairs = call->n * call->heads, d = call->d;
-    FN(split_keys)(plan, BACKWARD_BYTES, BLOCK_BACKWARD_BYTES);
+    FN(split_keys)(plan, BACKWARD_BYTES);
     plan->groups = least(call->n, ceil_div(FN(enough_tasks)(plan), call->heads));
     plan->tiles = least(plan->panels, ceil_div(MIN_TASKS, plan->groups * call->heads));
     plan->tasks = call->heads * plan->groups * plan->tiles;
@@ -1500,12 +1414,6 @@ static int FN(backward)(plan_t *plan)
     return DONE;
 }
 
-#undef V
-#undef I
-#undef WORD
-#undef LANES
-#undef QUERIES
-#undef ENTER
 #undef MIN
 #undef MAX
 #undef MIN_NUMBER
