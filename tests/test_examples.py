@@ -107,5 +107,5 @@ def test_a_switched_model_computes_the_same_and_learns(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_a_mistake_ends_in_one_line(name, arguments, message, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
-    assert re.search(f"error: .*{message}", refused(MODULES[name].main, *arguments.split()))
+    assert re.search(f"error: .*{message}", refused(MODULES[name].main, *arguments.split(), usage=name != "mil"))
     assert not list(tmp_path.iterdir())
