@@ -13,6 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ahop_layers.errors import AHopError, check_floating, describe
+from ahop_layers.ops.onnx import is_onnx_export
 from ahop_layers.ops.operators import assert_in_graph
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Rows, Separation
@@ -48,13 +49,16 @@ class Bags(Rows):
     def __init__(self, sizes: Sequence[int] | Tensor, device: torch.device, total: int | None = None) -> None:
         self.sizes = torch.as_tensor(sizes, device=device, dtype=torch.long)
         self.total = int(sum(sizes)) if total is None else total
-        number = torch.arange(self.sizes.shape[0], device=device)
-        self.bag = number.repeat_interleave(self.sizes, output_size=self.total)
+        if is_onnx_export():  # which supports repeat_interleave without output_size only
+            self.bag = (torch.arange(self.total, device=device)[:, None] >= self.sizes.cumsum(0)).sum(-1)
+        else:
+            number = torch.arange(self.sizes.shape[0], device=device)
+            self.bag = number.repeat_interleave(self.sizes, output_size=self.total)
 
     def sum(self, rows: Tensor) -> Tensor:
         """Sums the rows of each bag: ``(total, ...) -> (N, ...)``."""
         short = rows.is_cpu and rows.shape[1:].numel() <= SHORT_ROW and not rows.requires_grad
-        if rows.is_cuda or short:  # on a GPU, index_add is not deterministic
+        if (rows.is_cuda or short) and not is_onnx_export():  # on a GPU, index_add is not deterministic
             return torch.segment_reduce(rows.contiguous(), "sum", lengths=self.sizes, unsafe=True, initial=0.0)
         return rows.new_zeros(self.sizes.shape[0], *rows.shape[1:]).index_add(0, self.bag, rows)
 
@@ -136,7 +140,7 @@ class Packed:
         else:
             scores = score(self.bags.spread(state), self.keys.unsqueeze(2)).squeeze(-1)
         if self.places is not None:
-            zero = score(state, torch.zeros_like(state[:1, :, :1])).squeeze(-1).expand(len(self.bags.sizes), -1, -1)
+            zero = score(state, torch.zeros_like(state[:1, :, :1])).squeeze(-1).expand(self.bags.sizes.shape[0], -1, -1)
             scores = self.extended.spread(zero).index_copy(0, self.places, scores)
         return separation(scores, groups=self.extended)
 

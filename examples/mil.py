@@ -7,10 +7,11 @@ To run: python -m examples.mil                                  (bags of digits:
         python -m examples.mil --data folder --data-dir SLIDES --batch-size 1 --width 256 --heads 8
 
 bags.csv has an instance in each row: bag,label,feature,feature,... SLIDES holds labels.csv (columns bag,label) and one
-file of features per bag, SLIDES/<bag>.pt, .npz or .h5, as whole-slide pipelines write them. Bags are read batch by
-batch, may hold 100,000 instances, and may be empty. --damage replaces a fraction of the pixels of all digits.
---first memory puts an AssociativeMemory of 600 clean digits, which are in no bag, before the network.
-Writes checkpoints, a log, the ROC curve and the instances of test bags ranked by weight. --resume continues a run.
+file of features per bag, SLIDES/<bag>.pt, .npy, .npz or .h5. The column bag may be named slide_id. Labels are texts or
+numbers, of two or more classes. Bags are read batch by batch, may hold 100,000 instances, and may be empty. --damage
+replaces a fraction of the pixels of all digits. --first memory puts an AssociativeMemory of 600 clean digits, which are
+in no bag, before the network. Writes checkpoints, a log, ROC curves and the instances of test bags ranked by weight.
+--resume continues a run.
 """
 
 import argparse
@@ -33,9 +34,8 @@ from sklearn.metrics import RocCurveDisplay
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader
-from torchmetrics.classification import BinaryAUROC
+from torchmetrics.classification import MulticlassAUROC
 
 import ahop_layers as ah
 
@@ -45,10 +45,11 @@ Batch = tuple[Tensor, list[int], Tensor]  # instances (total, features), sizes o
 
 
 class BagSet(NamedTuple):
-    """The names and labels of n bags, and a function that reads the instances of a bag by its index."""
+    """The names and classes of n bags, and a function that reads the instances of a bag by its index."""
 
     names: list[str]
-    labels: Tensor  # (n,), 0 or 1
+    labels: Tensor  # (n,), indices of classes
+    classes: list[str]
     read: Callable[[int], Tensor]  # returns (size, features)
     parts: tuple[range, range] | None = None  # training and test bags; None for a random split
     clean: Tensor | None = None  # digits (STORED, 64) that are in no bag
@@ -73,65 +74,64 @@ def digit_bags(damage: float, seed: int) -> BagSet:
             shown = number % 2 * min(random.integers(1, 3), size)  # every second bag has one or two nines
             chosen = np.concatenate([random.choice(nines, shown), random.choice(others, size - shown)])
             bags.append(replaced(digits[random.permutation(chosen)], generator))
-            labels.append(float(shown > 0))
+            labels.append(int(shown > 0))
     names, parts = [f"bag {number}" for number in range(len(bags))], (range(TRAIN), range(TRAIN, TRAIN + TEST))
-    return BagSet(names, torch.tensor(labels), bags.__getitem__, parts, digits[clean])
+    return BagSet(names, torch.tensor(labels), ["0", "1"], bags.__getitem__, parts, digits[clean])
 
 
-def read_table(path: Path) -> list[dict[str, str]]:
-    """Reads a CSV table whose first columns are ``bag`` and ``label``, which is 0 or 1."""
+def read_table(path: Path) -> tuple[tuple[list[str], Tensor, list[str]], list[tuple[int, str, list[str]]]]:
+    """Reads names, labels and classes of bags from a CSV table, and the line, the bag and the rest of each row."""
+    labels, rows = {}, []
     with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = list(csv.DictReader(file))
-    for line, row in enumerate(rows or [{}], 2):
-        if list(row)[:2] != ["bag", "label"] or row["label"] not in ("0", "1"):
-            raise ah.AHopError(f"{path}, line {line}: expected columns bag,label,... and label 0 or 1, got {row}")
-    return rows
+        for row in (reader := csv.DictReader(file)):
+            bag, label = row.pop("slide_id" if "slide_id" in row else "bag", None), row.pop("label", None)
+            if not bag or not label or labels.setdefault(bag, label) != label:
+                rule = "expected columns bag or slide_id, and label, with one label per bag"
+                raise ah.AHopError(f"{path}, line {reader.line_num}: {rule}, got bag {bag!r}, label {label!r}")
+            rows.append((reader.line_num, bag, [*row.values()]))
+    if len(classes := sorted({*labels.values()})) < 2:
+        raise ah.AHopError(f"{path}: expected labels of at least two classes, got {classes}")
+    return ([*labels], torch.tensor([classes.index(label) for label in labels.values()]), classes), rows
 
 
 def csv_bags(path: Path) -> BagSet:
     """Reads a table of instances, or ``bags.csv`` in a folder: ``bag,label,feature,feature,...``."""
     path = path / "bags.csv" if path.is_dir() else path
-    bags: dict[str, list[Tensor]] = {}
-    labels: dict[str, float] = {}
-    for line, row in enumerate(read_table(path), 2):
-        bag, label, *features = row.values()
+    known, rows = read_table(path)
+    bags: dict[str, list[Tensor]] = {bag: [] for bag in known[0]}
+    for line, bag, features in rows:
         instance = torch.from_numpy(np.genfromtxt(map(str, features), np.float32, ndmin=1))  # NaN for a text
-        if not instance.isfinite().all() or labels.setdefault(bag, float(label)) != float(label):
-            raise ah.AHopError(f"{path}, line {line}: expected finite features and one label per bag, got {row}")
-        bags.setdefault(bag, []).append(instance)
-    return BagSet([*bags], torch.tensor([*labels.values()]), [torch.stack(bag) for bag in bags.values()].__getitem__)
+        if not instance.isfinite().all():
+            raise ah.AHopError(f"{path}, line {line}: expected finite features, got {features} in bag {bag!r}")
+        bags[bag].append(instance)
+    return BagSet(*known, [torch.stack(bag) for bag in bags.values()].__getitem__)
 
 
 def folder_bags(home: Path) -> BagSet:
     """Reads ``labels.csv`` and checks the feature files; the features of a bag are read when they are needed."""
-    labels = {row["bag"]: float(row["label"]) for row in read_table(home / "labels.csv")}
-    files = {path.stem: path for path in home.iterdir() if path.suffix in (".pt", ".npz", ".h5")}
-    paths = [files.get(bag, home / f"{bag}.pt") for bag in labels]
-    if len(widths := {read_features(path).shape[1] for path in paths}) > 1:
+    known, _ = read_table(home / "labels.csv")
+    files = {path.stem: path for path in home.iterdir() if path.suffix in (".pt", ".npy", ".npz", ".h5")}
+    paths = [files.get(bag, home / f"{bag}.pt") for bag in known[0]]
+    if len(widths := {read_features(path, check=False).shape[1] for path in paths}) > 1:
         raise ah.AHopError(f"{home}: expected the same number of features in all bags, got {widths}")
-
-    def read(number: int) -> Tensor:
-        features = read_features(paths[number]).float()
-        if not features.isfinite().all():
-            raise ah.AHopError(f"{paths[number]}: expected finite float32 features, got NaN or infinity")
-        return features
-
-    return BagSet(list(labels), torch.tensor(list(labels.values())), read)
+    return BagSet(*known, lambda number: read_features(paths[number]).float())
 
 
-def read_features(path: Path) -> Tensor:
+def read_features(path: Path, check: bool = True) -> Tensor:
     """Returns the array ``(instances, features)`` of a file: the one named ``features``, or the only one."""
     try:
         if path.suffix == ".pt":  # mapped into memory, not read
             held = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
         else:
-            held = np.load(path) if path.suffix == ".npz" else importlib.import_module("h5py").File(path)
-        array = held if isinstance(held, Tensor) else held["features" if "features" in held else "".join(held)]
+            held = importlib.import_module("h5py").File(path) if path.suffix == ".h5" else np.load(path, mmap_mode="c")
+        array = held if hasattr(held, "ndim") else held["features" if "features" in held else "".join(held)]
         features = torch.as_tensor(array[()])
         if features.ndim != 2:
             raise ValueError(f"an array {tuple(features.shape)}")
+        if check and not features.float().isfinite().all():
+            raise ValueError("NaN or infinity in float32")
     except Exception as error:  # each format has its own errors for a damaged file
-        raise ah.AHopError(f"{path}: expected an array (instances, features), got {error!r}") from None
+        raise ah.AHopError(f"{path}: expected finite features (instances, features), got {error!r}") from None
     return features
 
 
@@ -154,30 +154,31 @@ class Standardize(nn.Module):
 class BagClassifier(L.LightningModule):
     """Embeds every instance, pools the instances of a bag to one vector, and applies a linear layer."""
 
-    def __init__(self, embed: nn.Module, pooling: str, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, data: BagSet, train: Sequence[int], pooling: str) -> None:
         super().__init__()
-        self.options, self.auc, self.embed, self.head = options, BinaryAUROC(), embed, nn.Linear(options.width, 1)
+        self.options, self.auc = options, MulticlassAUROC(len(data.classes))
+        self.embed, self.head = make_embedding(options, data, train), nn.Linear(options.width, len(data.classes) - 1)
         heads = {"num_heads": options.heads, "scaling": options.scaling, "dropout": options.dropout}
         self.pool = ah.AdaptiveHopfieldPooling(options.width, options.head_width, **heads)
         for parameter in ah.similarity_parameters(self.pool):  # initialized to the dot product
             parameter.requires_grad_(pooling == "adaptive")
 
     def forward(self, instances: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-        """Computes logits ``(bags,)`` and the weights of the instances ``(total,)``, averaged over the heads."""
+        """Computes logits ``(bags, classes)`` and the weights of instances ``(total,)``, averaged over the heads."""
         pooled, weights = self.pool.pool_packed(self.embed(instances), sizes, return_association=True)
-        return self.head(pooled).squeeze(-1), weights.mean((1, 2))
+        return nn.functional.pad(self.head(pooled), (1, 0)), weights.mean((1, 2))  # the first class has the logit 0
 
     def training_step(self, batch: Batch, number: int) -> Tensor:
         """Returns the loss of a batch."""
-        loss = binary_cross_entropy_with_logits(self(*batch[:2])[0], batch[2])
+        loss = nn.functional.cross_entropy(self(*batch[:2])[0], batch[2])
         self.log("train_loss", loss, prog_bar=True, batch_size=len(batch[2]))
         return loss
 
     def validation_step(self, batch: Batch, number: int) -> None:
-        """Logs loss and AUC over all bags."""
+        """Logs loss and AUC, the mean over the classes, over all bags."""
         logits, part = self(*batch[:2])[0], "test" if self.trainer.testing else "val"
-        self.auc(logits, batch[2].int())
-        loss = binary_cross_entropy_with_logits(logits, batch[2])
+        self.auc(logits.softmax(-1), batch[2])
+        loss = nn.functional.cross_entropy(logits, batch[2])
         self.log_dict({f"{part}_loss": loss, f"{part}_auc": self.auc}, prog_bar=True, batch_size=len(logits))
 
     test_step = validation_step
@@ -195,10 +196,9 @@ def make_embedding(options: argparse.Namespace, data: BagSet, train: Sequence[in
         features = Standardize(map(data.read, train))
         return nn.Sequential(features, nn.Linear(len(features.mean), options.width), nn.ReLU())
     convolutions = nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Flatten()
-    layers = [nn.Unflatten(1, (1, 8, 8)), *convolutions, nn.Linear(16 * 16, options.width), nn.ReLU()]
-    if options.first == "memory":  # it replaces each digit by the similar stored ones
-        layers.insert(0, ah.AssociativeMemory(data.clean).requires_grad_(False))
-    return nn.Sequential(*layers)
+    layers = nn.Unflatten(1, (1, 8, 8)), *convolutions, nn.Linear(16 * 16, options.width), nn.ReLU()
+    memory = [ah.AssociativeMemory(data.clean).requires_grad_(False)] if options.first == "memory" else []
+    return nn.Sequential(*memory, *layers)  # the memory replaces each digit by the similar stored ones
 
 
 def run(options: argparse.Namespace, data: BagSet, pooling: str) -> dict[str, float]:
@@ -208,7 +208,7 @@ def run(options: argparse.Namespace, data: BagSet, pooling: str) -> dict[str, fl
     rest, test = split(range(len(data.labels)), stratify=data.labels) if data.parts is None else data.parts
     train, held = split(rest, stratify=data.labels[list(rest)])
     loader = partial(DataLoader, batch_size=options.batch_size, collate_fn=data.gather, num_workers=options.workers)
-    folder, module = options.out / pooling, BagClassifier(make_embedding(options, data, train), pooling, options)
+    folder, module = options.out / pooling, BagClassifier(options, data, train, pooling)
     best = callbacks.ModelCheckpoint(folder, "best", monitor="val_loss", save_last=True)
     trainer = L.Trainer(
         devices=1, max_epochs=options.epochs, fast_dev_run=options.fast_dev_run, log_every_n_steps=1,
@@ -226,15 +226,16 @@ def write_files(module: BagClassifier, data: BagSet, test: Sequence[int], folder
     """Writes the ROC curve, a table of the instances of each test bag by their weight, and digits as a picture."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {number: module(*data.gather([number])[:2]) for number in test}
-    figure, labels = Figure(figsize=(4.2, 4), layout="constrained"), data.labels[list(test)].numpy()
-    logits = torch.cat([logit for logit, _ in found.values()]).numpy()
-    RocCurveDisplay.from_predictions(labels, logits, ax=figure.subplots(), plot_chance_level=True)
+    shares, labels = torch.cat([logits for logits, _ in found.values()]).softmax(-1).numpy(), data.labels[list(test)]
+    axis = (figure := Figure(figsize=(4.2, 4), layout="constrained")).subplots()
+    for at, name in [*enumerate(data.classes)][len(data.classes) == 2 :]:  # of two classes, the second
+        RocCurveDisplay.from_predictions(labels == at, shares[:, at], ax=axis, name=name, plot_chance_level=at == 1)
     figure.savefig(folder / "roc.png", dpi=100)
     with (folder / "instances.csv").open("w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(("bag", "label", "probability", "instance", "weight"))
-        for number, (logit, weights) in found.items():
-            bag = data.names[number], int(data.labels[number]), f"{logit.sigmoid().item():.4f}"
+        table.writerow(("bag", "label", *(f"probability {name}" for name in data.classes), "instance", "weight"))
+        for share, (number, (_, weights)) in zip(shares, found.items(), strict=True):
+            bag = data.names[number], data.classes[data.labels[number]], *(f"{each:.4f}" for each in share)
             table.writerows((*bag, place.item(), f"{weights[place]:.6f}") for place in weights.argsort(descending=True))
     if data.clean is not None:
         draw_digits(data, found).savefig(folder / "instances.png", dpi=100)
@@ -245,15 +246,14 @@ def draw_digits(data: BagSet, found: dict[int, tuple[Tensor, Tensor]]) -> Figure
     shown = [number for label in (1, 0) for number in [each for each in found if data.labels[each] == label][:4]]
     figure = Figure(figsize=(10.2, 1.05 * len(shown) + 0.3), layout="constrained")
     figure.suptitle("digits of test bags by attention weight, shown above each digit; label 1: holds a nine", size=10)
-    for number, axes in zip(shown, figure.subplots(len(shown), 10), strict=True):
-        instances, (logit, weights), label = data.read(number), found[number], int(data.labels[number])
-        for axis in axes:
-            axis.set(xticks=[], yticks=[], frame_on=False)
+    bare = {"xticks": [], "yticks": [], "frame_on": False}
+    for number, axes in zip(shown, figure.subplots(len(shown), 10, subplot_kw=bare), strict=True):
+        instances, (((_, logit),), weights), label = data.read(number), found[number], int(data.labels[number])
         for axis, place in zip(axes, weights.argsort(descending=True), strict=False):
             axis.imshow(instances[place].reshape(8, 8).numpy(), cmap="gray_r", vmin=0, vmax=1)
             axis.set_title(f"{weights[place]:.2f}", fontsize=8)
         color, sign = ("#6a9a3b", "\u2713") if (logit > 0) == label else ("#c8555b", "\u2717")
-        text = f"label {label}, predicted {logit.sigmoid().item():.2f} {sign}"
+        text = f"label {label}, predicted {logit.sigmoid():.2f} {sign}"
         axes[0].set_ylabel(text, rotation=0, ha="right", va="center", fontsize=9, color=color)
     return figure
 
@@ -261,7 +261,7 @@ def draw_digits(data: BagSet, found: dict[int, tuple[Tensor, Tensor]]) -> Figure
 def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     """Trains and tests a classifier for each pooling, prints the table, and returns the test measures."""
     shown = type("Help", (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter), {})
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown, usage=argparse.SUPPRESS)
     add, whole = parser.add_argument, {"type": int, "metavar": "N"}
     add("--pooling", nargs="+", choices=("adaptive", "dot"), default=["adaptive"], help="poolings to compare")
     add("--data", choices=("digits", "csv", "folder"), default="digits", help="data set")
@@ -287,8 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     try:
         data = readers[options.data](options.data_dir)
         results = {pooling: run(options, data, pooling) for pooling in options.pooling}
-    except (ah.AHopError, OSError, UnicodeError) as error:
-        parser.error(str(error))
+    except (ah.AHopError, OSError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
     print(f"\n{'pooling':<10}{'test AUC':>10}{'test loss':>11}{'epochs':>8}")
     for pooling, found in results.items():
         print(f"{pooling:<10}{found['test_auc']:>10.4f}{found['test_loss']:>11.4f}{found['epochs']:>8}")

@@ -1,4 +1,4 @@
-"""Soak test: random layers, memories, dtypes, masks, threads and forks against the reference, for a given time.
+"""Soak test: random layers, memories, dtypes, masks, threads, forks and HTTP clients against the reference.
 
 To run: make soak, make soak MINUTES=10, or PYTHONMALLOC=malloc python -m tests.soak --minutes 30 --seed 0
 
@@ -18,6 +18,7 @@ import os
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -36,12 +37,15 @@ import ahop_layers as ah
 from ahop_layers import hopfield
 from ahop_layers.ops import reference
 from tests.gaps import near_ties
+from tests.test_serve import REFUSED, service
 
 BASES = (("dis", "dot"), ("dot",), ("dis",), ("l1",), ("dot", "l1"), ("l1", "dis", "dot"))
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MEMORY_GROWTH = 0.01
 M_ARENA_MAX = -8  # of malloc.h
 READ: list[int] = []  # numbers of tensors that were read from files
+SERVED: list[Any] = []  # the memory of the HTTP service, the function that sends requests to it, and the service
+SERVING = threading.Lock()
 
 
 class Draw:
@@ -221,58 +225,121 @@ def saved_and_loaded(memory: ah.AssociativeMemory, query: Tensor) -> list[Any]:
         return found_in(ah.AssociativeMemory.load(f"{folder}/memory.safetensors"), query)
 
 
+class Replay:
+    """A memory with ids, queries, nine changes, and what is found before and after each of them in a serial replay."""
+
+    def __init__(self, draw: Draw, shape: tuple[int, ...], find: Callable[..., list[Any]], labeled: bool) -> None:
+        count = draw.integer(8, 30)
+        rows = torch.rand(count + 9, *shape, generator=draw.generator)
+        if draw.integer(0, 1):
+            rows[draw.mask(*rows.shape) & draw.mask(*rows.shape)] = torch.nan
+            rows[:, 0] = rows[:, 0].nan_to_num(0.5)
+        labels = range(count) if labeled else None
+        self.memory, self.labeled = ah.AssociativeMemory(rows[:count], labels=labels, ids=range(count)), labeled
+        self.query = rows[draw.integer(0, 3) : count : 5] + 0.01
+        self.changes: list[tuple[Tensor | None, int]] = []  # a new pattern, one in the place of another, and a removal
+        for row, kind in zip(rows[count:], 3 * ("add", "replace", "remove"), strict=True):
+            stored = draw.integer(0, count - 1) if kind == "replace" else 1000 + len(self.changes) // 3
+            self.changes.append((None if kind == "remove" else row[None], stored))
+        replayed = copy.deepcopy(self.memory)
+        self.states = [find(replayed, self.query)]
+        for change in self.changes:
+            self.change(replayed, *change)
+            self.states.append(find(replayed, self.query))
+        self.done = 0  # changes so far
+
+    def change(self, memory: ah.AssociativeMemory, pattern: Tensor | None, stored: int) -> None:
+        """Makes one of the changes."""
+        if pattern is None:
+            memory.remove(ids=[stored])
+        else:
+            labels = [stored + 2000] if self.labeled else None
+            memory.add(pattern, labels=labels, ids=[stored], replace=stored < 1000)
+
+    def run(self, change: Callable[[Tensor | None, int], None], *finds: Callable[[], list[Any]]) -> None:
+        """Makes all changes while other threads find what must be a state that the memory had during the call."""
+
+        def read(find: Callable[[], list[Any]]) -> None:
+            while self.done < len(self.changes):
+                before = self.done
+                found = find()
+                possible = self.states[before : self.done + 2]  # a change is counted after it was made
+                for part, result in enumerate(found):
+                    if not any(_equal(result, state[part]) for state in possible):
+                        raise RuntimeError(f"part {part}, {tuple(self.query.shape)}: not a state of the memory")
+
+        def write() -> None:
+            try:
+                for each in self.changes:
+                    change(*each)
+                    self.done += 1
+                    time.sleep(0.002)
+            finally:  # also ends the readers
+                self.done = len(self.changes)
+
+        with ThreadPoolExecutor(len(finds) + 1) as pool:
+            for running in [pool.submit(write), *(pool.submit(read, find) for find in finds)]:
+                running.result()
+        if not all(map(_equal, finds[0](), self.states[-1])):
+            raise RuntimeError(f"memory of {tuple(self.query.shape)}: not the last state of the serial replay")
+
+
 def readers_and_a_writer(draw: Draw) -> None:
-    """Threads search, save and load while another one adds, replaces and removes, against a serial replay.
+    """Threads search, save and load while another one adds, replaces and removes, against a serial replay."""
+    replay = Replay(draw, (12,) if draw.integer(0, 3) else (6, 6), found_in, labeled=True)
+    memory, query = replay.memory, replay.query
+    finds = [lambda: found_in(memory, query)] * 3
+    replay.run(lambda *each: replay.change(memory, *each), *finds, lambda: saved_and_loaded(memory, query))
 
-    A result must be that of a state which the memory had during the call.
-    """
-    images, missing = draw.integer(0, 3) == 0, bool(draw.integer(0, 1))
-    shape, count = (6, 6) if images else (12,), draw.integer(8, 30)
-    rows = torch.rand(count + 9, *shape, generator=draw.generator)
-    if missing:
-        rows[draw.mask(*rows.shape) & draw.mask(*rows.shape)] = torch.nan
-        rows[:, 0] = rows[:, 0].nan_to_num(0.5)
-    memory = ah.AssociativeMemory(rows[:count], labels=range(count), ids=range(count))
-    query = rows[draw.integer(0, 3) : count : 5] + 0.01
-    replaced = [draw.integer(0, count - 1) for _ in range(9)]
 
-    def change(memory: ah.AssociativeMemory, at: int) -> None:
-        if at % 3 == 2:
-            memory.remove(ids=[1000 + at - 2])
-        else:  # a new one, or another one in the place of a stored one
-            ids = [replaced[at] if at % 3 else 1000 + at]
-            memory.add(rows[count + at][None], labels=[1000 + at], ids=ids, replace=at % 3 == 1)
+def explained_in(memory: ah.AssociativeMemory, query: Tensor) -> list[Any]:
+    """What the routes search and explain of the service return."""
+    hits = memory.search(query, 2)
+    values = memory.explain(query.repeat_interleave(2, 0), hits.indices.flatten()).unflatten(0, (-1, 2))
+    return [hits.ids, hits.scores, hits.ids, values]
 
-    replayed = copy.deepcopy(memory)
-    states = [found_in(replayed, query)]
-    for at in range(len(replaced)):
-        change(replayed, at)
-        states.append(found_in(replayed, query))
-    done = 0  # changes so far
 
-    def read(find: Callable[[ah.AssociativeMemory, Tensor], list[Any]]) -> None:
-        while done < len(replaced):
-            before = done
-            found = find(memory, query)
-            possible = states[before : done + 2]  # a change is counted after it was made
-            for part, result in enumerate(found):
-                if not any(_equal(result, state[part]) for state in possible):
-                    raise RuntimeError(f"{find.__name__} part {part} of {shape}: not a state of the memory")
+def http_clients(draw: Draw) -> None:
+    """Clients of one service search and explain while one adds and removes, and another sends what must be refused."""
+    replay = Replay(draw, (6,), explained_in, labeled=False)
+    rows = [[None if value != value else value for value in row] for row in replay.query.tolist()]
+    with SERVING:  # one round at a time
+        if not SERVED:
+            memory = ah.AssociativeMemory(torch.rand(9, 6), ids=range(9))
+            served = service(memory)  # until the process ends
+            SERVED.extend((memory, served.__enter__()[0], served))
+        memory, send, _ = SERVED
+        memory.load_state_dict(replay.memory.state_dict())
 
-    def write() -> None:
-        nonlocal done
-        for at in range(len(replaced)):
-            change(memory, at)
-            done += 1
-            time.sleep(0.002)
+        def valid(route: str, **body: Any) -> Any:
+            status, found = send(route, **body)
+            if status != 200:
+                raise RuntimeError(f"/{route} of a valid request: {status} {found}")
+            return found
 
-    with ThreadPoolExecutor(5) as pool:
-        readers = [pool.submit(read, find) for find in (found_in, found_in, found_in, saved_and_loaded)]
-        pool.submit(write).result()
-        for reader in readers:
-            reader.result()
-    if not all(map(_equal, found_in(memory, query), states[-1])):
-        raise RuntimeError(f"memory of {shape}: not the last state of the serial replay")
+        def find() -> list[Any]:
+            found = []
+            for route, name in (("search", "score"), ("explain", "values")):
+                hits = valid(route, rows=rows, k=2)
+                found.append([[hit["id"] for hit in each] for each in hits])
+                found.append(torch.tensor([[hit[name] for hit in each] for each in hits]))
+            return found
+
+        def misbehave() -> list[Any]:
+            for route, body, expected, _ in REFUSED:
+                status, answer = send(route, body) if isinstance(body, bytes) else send(route, **body)
+                if status != expected:
+                    raise RuntimeError(f"/{route} of an invalid request: {status} {answer}, not {expected}")
+            return []
+
+        def change(pattern: Tensor | None, stored: int) -> None:
+            if pattern is None:
+                valid("remove", ids=[stored])
+            else:
+                values = [None if value != value else value for value in pattern[0].tolist()]
+                valid("add", rows=[values], ids=[stored])
+
+        replay.run(change, find, find, find, misbehave)
 
 
 def _equal(result: Any, expected: Any) -> bool:
@@ -284,6 +351,7 @@ def _equal(result: Any, expected: Any) -> bool:
 
 CHECKS = (
     scores_and_gradients, unequal_blocks, attention, hopfield_layers, packed_bags, memory_search, readers_and_a_writer,
+    http_clients,
 )  # fmt: skip
 
 

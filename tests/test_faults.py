@@ -243,6 +243,7 @@ LABELS = {  # strings are labels
     "longdouble": np.zeros(3, np.longdouble),
     "sparse": torch.ones(3, dtype=torch.int64).to_sparse(),
     "mixed": [1, "a", None],
+    "surrogate": ["a", "b", "\ud800"],
 }
 
 

@@ -30,6 +30,8 @@ def slides(home, endings=(".pt", ".npz"), bags=20, features=6, signal=2.0):
 def save(path, instances):
     if path.suffix == ".pt":
         torch.save({"features": instances, "coords": torch.zeros(len(instances), 2)}, path)
+    elif path.suffix == ".npy":
+        np.save(path, instances.numpy())
     elif path.suffix == ".npz":
         np.savez(path, features=instances.numpy(), coords=np.zeros((len(instances), 2)))
     else:
@@ -60,6 +62,23 @@ def test_what_a_run_writes_and_a_resumed_run_continues(tmp_path):
     assert sum(weights) == pytest.approx(1, abs=1e-4)
 
 
+def test_slides_with_ids_of_three_classes_with_names(tmp_path):
+    names, generator = ["normal", "lumA", "lumB"], torch.Generator().manual_seed(0)
+    rows = ["case_id,slide_id,label"]
+    for number in range(45):
+        instances = torch.randn(0 if number == 7 else 5, 6, generator=generator)
+        instances[:2, number % 3] += 6
+        save(tmp_path / f"S.{number}.npy", instances)
+        rows.append(f"case,S.{number},{names[number % 3]}")
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    found = mil.main(command(tmp_path, tmp_path / "out", epochs=4))["adaptive"]
+    assert found["test_auc"] > 0.8
+    with (tmp_path / "out" / "adaptive" / "instances.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            assert row["label"] == names[int(row["bag"][2:]) % 3]
+            assert sum(float(row[f"probability {name}"]) for name in names) == pytest.approx(1, abs=1e-3)
+
+
 def test_bags_of_digits_share_none_and_are_damaged_by_the_seed():
     clean, damaged, other = (mil.digit_bags(*settings) for settings in ((0.0, 0), (0.5, 1), (0.5, 2)))
     pixels, classes = load_digits(return_X_y=True)
@@ -77,7 +96,7 @@ def test_bags_of_digits_share_none_and_are_damaged_by_the_seed():
 
 def test_digits_are_drawn_by_weight():
     data = mil.digit_bags(0.0, 0)
-    found = {bag: (torch.randn(1), torch.rand(len(data.read(bag)))) for bag in data.parts[1]}
+    found = {bag: (torch.randn(1, 2), torch.rand(len(data.read(bag)))) for bag in data.parts[1]}
     figure = mil.draw_digits(data, found)
     first = next(bag for bag in data.parts[1] if data.labels[bag] == 1)
     order = found[first][1].argsort(descending=True)[:10]
@@ -92,25 +111,30 @@ def test_csv_of_instances(tmp_path):
     data = mil.csv_bags(tmp_path)
     assert (data.names, data.labels.tolist()) == (["x", "y"], [1.0, 0.0])
     assert data.read(0).tolist() == [[0.5, 1.0], [4.0, 5.0]]
-    for text in ("a\nx,1,0.5\nx,0,1\n", "a\nx,1,2\nx,1,1e39\n", "a\ny,1,1\nx,1,big\n", "a\ny,1,1\nx,1,1,2\n"):
-        path.write_text(f"bag,label,{text}")
-        refuses(r"bags\.csv, line 3: expected finite features and one label per bag, got .*'x'", mil.csv_bags, path)
+    label, finite = "with one label per bag, got bag 'x', label '0'", "finite features, got .*in bag 'x'"
+    for text, rule in (("x,1,1\nx,0,1", label), ("y,0,2\nx,1,1e39", finite), ("y,0,1\nx,1,big", finite)):
+        path.write_text(f"bag,label,a\n{text}\n")
+        refuses(rf"bags\.csv, line 3: expected .*{rule}", mil.csv_bags, path)
+    path.write_text("bag,label,a\ny,0,1\nx,1,1,2\n")
+    refuses(rf"bags\.csv, line 3: expected {finite}", mil.csv_bags, path)
 
 
 @pytest.mark.parametrize(("spoil", "message"), [
-    (lambda home: (home / "slide3.npz").unlink(), r"slide3\.pt: expected an array .*FileNotFound"),
-    (lambda home: (home / "slide3.npz").write_bytes(b"PK"), r"slide3\.npz: expected an array"),
+    (lambda home: (home / "slide3.npz").unlink(), r"slide3\.pt: expected finite features .*FileNotFound"),
+    (lambda home: (home / "slide3.npz").write_bytes(b"PK"), r"slide3\.npz: expected finite features"),
     (lambda home: save(home / "slide4.pt", torch.zeros(3, 7)), r"same number of features in all bags, got \{6, 7\}"),
     (lambda home: save(home / "slide4.pt", torch.zeros(3)), r"slide4\.pt: .*an array \(3,\)"),
-    (lambda home: torch.save({"a": 1, "b": 2}, home / "slide4.pt"), r"slide4\.pt: expected an array"),
-    (lambda home: (home / "labels.csv").write_text("bag,label\nslide1,2\n"), r"labels\.csv, line 2: .*'2'"),
+    (lambda home: torch.save({"a": 1, "b": 2}, home / "slide4.pt"), r"slide4\.pt: expected finite features"),
+    (lambda home: (home / "labels.csv").write_text("bag,label\nslide1,2\n"), r".*two classes, got \['2'\]"),
+    (lambda home: (home / "labels.csv").write_text("slide,label\nslide1,2\n"), r"labels\.csv, line 2: .*got bag None"),
+    (lambda home: (home / "labels.csv").write_text("bag,label\nslide1,a\nslide2,b\n"), "least populated"),
     (lambda home: (home / "labels.csv").write_bytes(b"bag,label\n\xe9,1\n"), "can't decode byte"),
     (lambda home: (home / "labels.csv").unlink(), r"No such file .*labels\.csv"),
 ])  # fmt: skip
 def test_damaged_data_are_named_before_anything_is_written(tmp_path, spoil, message, refused):
     home = slides(tmp_path, bags=10)
     spoil(home)
-    assert re.search(f"error: .*{message}", refused(mil.main, *command(home, tmp_path / "out")))
+    assert re.search(f"error: .*{message}", refused(mil.main, *command(home, tmp_path / "out"), usage=False))
     assert not (tmp_path / "out").exists()
 
 
@@ -119,6 +143,6 @@ def test_feature_files_are_read_and_checked(tmp_path):
     save(home / "slide3.npz", torch.full((2, 6), 1e300, dtype=torch.double))
     data = mil.folder_bags(home)
     assert data.read(2).shape == (6, 6)
-    refuses(r"slide3\.npz: expected finite float32 features", data.read, 3)
+    refuses(r"slide3\.npz: expected finite features .*infinity in float32", data.read, 3)
     save(home / "slide1.h5", torch.zeros(5, 6))
     assert mil.read_features(home / "slide1.h5").shape == (5, 6)

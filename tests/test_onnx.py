@@ -24,16 +24,32 @@ class Search(nn.Module):
         return scores, indices
 
 
-def check(module, x, path, **options):
+class Bags(nn.Module):
+    """Pools packed bags."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.pool = ah.AdaptiveHopfieldPooling(32, num_heads=4, **options)
+
+    def forward(self, x, sizes):
+        return self.pool.pool_packed(x, sizes)
+
+
+BAGS = {"softmax": {}, "sparsemax": {"separation": "sparsemax"}, "zero": {"add_zero_association": True}}
+BAG_SIZES = ({0: torch.export.Dim("total", min=2, max=4096)}, {0: torch.export.Dim("bags", min=2, max=512)})
+
+
+def check(module, x, path, *more, **options):
     """Exports a module, runs it in onnxruntime, and compares the results; returns the names of the operators."""
     reason = "ONNX is not installed: pip install '.[onnx]'"
     pytest.importorskip("onnxscript", reason=reason)
     runtime = pytest.importorskip("onnxruntime", reason=reason)
     with torch.no_grad():
-        expected = module.eval()(x)
-    program = torch.onnx.export(module, (x,), str(path), **{"dynamo": True, "verbose": False, **options})
+        expected = module.eval()(x, *more)
+    program = torch.onnx.export(module, (x, *more), str(path), **{"dynamo": True, "verbose": False, **options})
     session = runtime.InferenceSession(str(path))
-    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    names = [each.name for each in session.get_inputs()]
+    found = session.run(None, {name: given.numpy() for name, given in zip(names, (x, *more), strict=True)})
     expected = expected if isinstance(expected, tuple) else (expected,)
     for got, want in zip(map(torch.from_numpy, found), expected, strict=True):
         assert got.dtype == want.dtype
@@ -67,6 +83,27 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name, tmp_path):
     check(trained(LAYERS[name]()), torch.randn(3, 7, 32), tmp_path / "layer.onnx")
+
+
+@pytest.mark.parametrize("name", BAGS)
+def test_packed_bags(name, tmp_path):
+    pool, x, sizes = trained(Bags(**BAGS[name])), torch.randn(12, 32), torch.tensor([3, 0, 9])
+    check(pool, x, tmp_path / "bags.onnx", sizes, dynamic_shapes=BAG_SIZES)
+
+
+@pytest.mark.parametrize("name", BAGS)
+def test_packed_bags_are_exported_by_operators_that_onnx_has(name, monkeypatch):
+    import torch.onnx
+
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    pool = trained(Bags(**BAGS[name]))
+    with torch.no_grad():
+        program = torch.export.export(pool, (torch.randn(12, 32), torch.tensor([3, 0, 9])), dynamic_shapes=BAG_SIZES)
+    used = {str(node.target).partition(".")[2] for node in program.run_decompositions().graph.nodes}
+    assert not used & {"repeat_interleave.Tensor", "repeat_interleave.self_Tensor", "segment_reduce.default"}
+    monkeypatch.undo()
+    x, sizes = torch.randn(20, 32), torch.tensor([0, 5, 1, 14, 0])
+    torch.testing.assert_close(program.module()(x, sizes), pool(x, sizes), atol=1e-5, rtol=0)
 
 
 def test_sizes_may_be_dynamic_and_the_older_exporter_works(tmp_path):

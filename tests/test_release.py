@@ -68,7 +68,6 @@ def test_the_package_requires_torch_and_einops_only(metadata):
 def test_examples_extra_has_every_import_of_the_examples(metadata):
     required = metadata.get_all("Requires-Dist")
     extra = {re.match(r"[\w-]+", each)[0] for each in required if re.search('extra == "(examples|serve)"', each)}
-    extra |= {"pydantic"}  # comes with fastapi
     text = "\n".join(path.read_text() for path in (ROOT / "examples").rglob("*.py"))
     used = {*re.findall(IMPORT, text, flags=re.MULTILINE)}
     used -= {*sys.stdlib_module_names, "examples", "ahop_layers", "torch", "einops", "numpy"}

@@ -77,14 +77,19 @@ def as_ids(ids: Any, count: int | None = None) -> Ids:
 
 
 def _listed(name: str, values: Any) -> list[Any]:
-    """Returns a sequence, a vector, or an array of strings, as a list."""
+    """Returns a sequence, a vector, or an array of strings, as a list. Strings must be valid Unicode, as JSON needs."""
     if isinstance(values, Tensor):
         check_values(name, values)
         values = values.tolist() if values.ndim == 1 else values
     unordered = isinstance(values, (str, bytes, set, frozenset, dict)) or not hasattr(values, "__len__")
     if unordered or getattr(values, "ndim", 1) != 1:
         raise AHopError(f"{name} must be a sequence, got {type(values).__name__}")
-    return [each.item() if hasattr(each, "item") else each for each in values]
+    listed = [each.item() if hasattr(each, "item") else each for each in values]
+    try:
+        "".join(each for each in listed if isinstance(each, str)).encode()
+    except UnicodeEncodeError as error:
+        raise AHopError(f"{name} must be valid Unicode, got the surrogate {error.object[error.start]!r}") from None
+    return listed
 
 
 def classes_of(labels: Tensor) -> Classes:
