@@ -24,6 +24,14 @@ template <int DTYPE> struct HalfOf { typedef Float16 Type; };
 template <> struct HalfOf<BFLOAT> { typedef BFloat16 Type; };
 
 template <int DTYPE>
+DEVICE float load_float(const char* numbers, i64 place = 0) {
+    if constexpr (DTYPE == FLOAT) return ((const float*)numbers)[place];
+    float x, nothing;
+    HalfOf<DTYPE>::Type::unpack(((const unsigned short*)numbers)[place], x, nothing);
+    return x;
+}
+
+template <int DTYPE>
 DEVICE void store_float(char* place, float x) {
     if constexpr (DTYPE == FLOAT) {
         *(float*)place = x;
