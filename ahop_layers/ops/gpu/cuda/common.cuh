@@ -11,6 +11,8 @@ struct Tensor {
     DEVICE char* at(i64 n, i64 h) const { return data + n * batch + h * head; }
 };
 
+DEVICE u32 shuffle_xor(u32 x, int mask) { return float_bits(shuffle_xor(bits_float(x), mask)); }
+
 // The sum over the lanes of a warp, in all of them.
 DEVICE float sum_warp(float x) {
 #pragma unroll
