@@ -30,7 +30,7 @@ class EmulatedKernel:
     """Has the interface of :class:`ahop_layers.ops.gpu.nvrtc.Kernel`."""
 
     def __init__(self, source, name, constants, index):
-        self.function = getattr(_library(source, tuple(constants.items())), f"launch_{name}")
+        self.function = getattr(_library(source, constants), f"launch_{name}")
 
     def launch(self, thread_blocks, threads, shared, arguments, stream):
         self.function(arguments, thread_blocks, threads, shared)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from ahop_layers.ops.dropout import scale, threshold
 from ahop_layers.ops.gpu import nvrtc
 from ahop_layers.ops.gpu.division import even_split
-from ahop_layers.ops.protocols import AttentionCall
+from ahop_layers.ops.protocols import AttentionCall, Need
 
 ROWS, CHUNK = 16, 8  # rows of a tile, and dimensions of a matrix
 MAX_BLOCKS, MAX_DIMENSIONS = 8, 128
@@ -78,7 +78,8 @@ def kernel_shape(n: int, size: int, width: int) -> Shape:
 def serves(call: AttentionCall) -> bool:
     """Returns whether the kernels support a call."""
     query, _, value, weight, mask, *_ = call
-    if query.dtype not in (torch.float16, torch.bfloat16) or value.dtype != query.dtype or not nvrtc.runs(query.device):
+    is_half = query.dtype in (torch.float16, torch.bfloat16) and value.dtype == query.dtype
+    if not is_half or nvrtc.capability(query.device) < (8, 0):
         return False
     if 0 in (*query.shape, *value.shape) or not set(call.bases) <= {"dis", "dot"}:
         return False
@@ -92,11 +93,6 @@ def occupancy(shape: Shape) -> tuple[int, int]:
     if shape.n * shape.size > 64 or shape.width > 64:
         return 8, 1
     return (8, 2) if shape.n <= 4 else (4, 3)
-
-
-@lru_cache(maxsize=None)
-def _kernel(name: str, index: int, source: str, constants: tuple[tuple[str, int], ...]) -> nvrtc.Kernel:
-    return nvrtc.Kernel(source, name, dict(constants), index)
 
 
 class AttentionPlan:
@@ -197,21 +193,17 @@ class AttentionPlan:
         nvrtc.run(self.device, kernels, arguments)
 
     def _load(self, name: str) -> nvrtc.Kernel:
-        kernel = self.kernels[name] = _kernel(name, self.limits.device, *self._program(name))
+        source, constants = self._program(name)
+        kernel = self.kernels[name] = nvrtc.kernel(source, name, constants, self.limits.device)
         return kernel
 
-    def _program(self, name: str) -> tuple[str, tuple[tuple[str, int], ...]]:
+    def _program(self, name: str) -> tuple[str, nvrtc.Constants]:
         """Returns the source file and the constants of a kernel."""
         if name == "attend_forward":
             return "attend.cu", tuple(self.forward_constants.items())
         warps = SCORE_WARPS if name == "score_tiles" else self.key_warps
         constants = {**self.constants, "threads": 32 * warps, "thread_blocks_per_sm": 1}
         return "score_tiles.cu" if name == "score_tiles" else "attend_backward.cu", tuple(constants.items())
-
-    def _compile_ahead(self) -> None:
-        """Compiles the kernels of forward and backward pass at the same time, where each would compile its own."""
-        programs = [self._program(name) for name in ("attend_forward", "attend_backward")]
-        nvrtc.compile_together([(source, dict(constants)) for source, constants in programs], self.limits.device)
 
     def rows(self, tensor: Tensor, size: int, n: int, is_padded: bool) -> PaddedRows:
         """Returns rows whose n blocks are padded with zeros to ``size`` dimensions, aligned to 16 bytes."""
@@ -237,7 +229,9 @@ class AttentionPlan:
     def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Computes the readout and the log-sum-exp."""
         if call.query.requires_grad and not self.kernels:
-            self._compile_ahead()
+            # Both passes at the same time, where each would compile its own.
+            programs = [self._program(name) for name in ("attend_forward", "attend_backward")]
+            nvrtc.compile_together(programs, self.limits.device)
         query, key, value = self.inputs(call)
         weights = Weights(call)
         results, log_sum = (call._replace(value=value.tensor) if self.is_padded[1] else call).empty_results()
@@ -269,13 +263,15 @@ class AttentionPlan:
         grads += weight_grads if call.beta is not None else [*weight_grads, log_sum.new_empty(0)]
         return tuple(x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
 
-    def score_gradients(self, call: AttentionCall, need: Sequence[bool]) -> tuple[Tensor, ...]:
+    def score_gradients(self, call: AttentionCall, need: Need) -> tuple[Tensor, Tensor, Tensor]:
         """Computes the gradients of query, key and weights; the mask is the gradient of the scores."""
         query, key = self.rows(call.query, 0, 1, False), self.rows(call.key, 0, 1, False)
         grads = [_empty(query.tensor), _empty(key.tensor)]
         inputs, outputs = [query.place, key.place, NOWHERE, NOWHERE], [*map(_place, grads), NOWHERE, NOWHERE]
         grads += self._run_backward(call, inputs, outputs, 0, need[2])
-        return tuple(x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
+        needed = (x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
+        query_grad, key_grad, weight_grad = needed
+        return query_grad, key_grad, weight_grad
 
     def _run_backward(
         self, call: AttentionCall, inputs: Sequence[Place], outputs: Sequence[Place], log_sum: int, need_weights: bool
@@ -347,12 +343,6 @@ def plan(call: AttentionCall, scores: bool = False) -> AttentionPlan:
             _plans.clear()
         found = _plans[signature] = AttentionPlan(call, scores)
     return found
-
-
-def score_gradients(call: AttentionCall, need: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of scores without attention; the mask of the call is the gradient of the scores."""
-    query, key, weight = plan(call, scores=True).score_gradients(call, need)
-    return query, key, weight
 
 
 def _empty(tensor: Tensor) -> Tensor:

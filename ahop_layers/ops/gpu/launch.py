@@ -1,7 +1,6 @@
 """The kernels for NVIDIA GPUs as one backend, with the interface of :mod:`ahop_layers.ops.chunked`."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from struct import Struct
 
 import torch
@@ -64,7 +63,7 @@ def score(
         return chunked.score(query, key, weight, bases, dtype, widths)
     out = torch.empty(*query.shape[:-1], key.shape[-2], dtype=dtype or torch.float32, device=query.device)
     if out.numel():
-        lanes.score(query, key, _wide(weight), tuple(bases), out, widths)
+        lanes.score(query, key, weight.float(), tuple(bases), out, widths)
     return out
 
 
@@ -80,7 +79,7 @@ def score_backward(
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
     if query.numel() * key.numel() == 0 or "near" in bases:
         return chunked.score_backward(grad, query, key, weight, bases, need, widths)
-    return lanes.score_backward(grad, query, key, _wide(weight), tuple(bases), need)
+    return lanes.score_backward(grad, query, key, weight.float(), tuple(bases), need)
 
 
 def compile_ahead(query: Tensor, weight: Tensor, bases: tuple[str, ...], scores: torch.dtype) -> None:
@@ -88,10 +87,6 @@ def compile_ahead(query: Tensor, weight: Tensor, bases: tuple[str, ...], scores:
     if not lanes.use_tiles(query, weight, bases) and "near" not in bases:
         sizes = query.shape[-1], weight.shape[-1]
         lanes.compile_ahead(query.device, query.dtype, *sizes, bases, scores, weight.requires_grad)
-
-
-def _wide(weight: Tensor) -> Tensor:
-    return weight if weight.dtype == torch.float32 else weight.float()
 
 
 def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
@@ -118,13 +113,9 @@ def _needs_plain_softmax(scores: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _run_softmax(name: str, scores: Tensor, weights: Tensor, log_sum: Tensor, slopes: Tensor | None = None) -> None:
-    codes = lanes.DTYPES[weights.dtype], lanes.DTYPES[weights.dtype if slopes is None else slopes.dtype]
+    dtype, slope_dtype = lanes.DTYPES[weights.dtype], lanes.DTYPES[(weights if slopes is None else slopes).dtype]
     pointers = (0 if each is None else each.data_ptr() for each in (scores, weights, log_sum, slopes))
     arguments = SOFTMAX.pack(*pointers, log_sum.numel(), scores.shape[-1])
-    kernel = _softmax_kernel(scores.device.index or 0, name, *codes)
+    constants = ("dtype", dtype), ("slope_dtype", slope_dtype)
+    kernel = nvrtc.kernel("softmax.cu", name, constants, scores.device.index or 0)
     nvrtc.run(scores.device, [(kernel, -(-log_sum.numel() // SOFTMAX_ROWS), 256, 0)], arguments)
-
-
-@lru_cache(maxsize=None)
-def _softmax_kernel(index: int, name: str, dtype: int, slope_dtype: int) -> nvrtc.Kernel:
-    return nvrtc.Kernel("softmax.cu", name, {"dtype": dtype, "slope_dtype": slope_dtype}, index)

@@ -1,7 +1,6 @@
 """Scores of pairs with unknown values: a warp sorts all blocks of a pair, in CUDA C++."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from struct import Struct
 
 import torch
@@ -13,11 +12,6 @@ from ahop_layers.ops.gpu.score import KINDS
 MAX_BLOCKS = 4096
 KEYS, THREADS = 32, 128
 ARGUMENTS = Struct("<12q8i")
-
-
-@lru_cache(maxsize=None)
-def _kernel(index: int, values: int) -> nvrtc.Kernel:
-    return nvrtc.Kernel("missing.cu", "score_missing", {"values": values}, index)
 
 
 def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], widths: Tensor | None = None) -> Tensor:
@@ -37,7 +31,7 @@ def score(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], widt
         len(bases), sum(KINDS.index(base) << 2 * place for place, base in enumerate(bases)),
     )  # fmt: skip
     values = max(1, (1 << (n - 1).bit_length()) // 32)  # in the registers of a lane
-    kernel = _kernel(query.device.index if query.is_cuda else 0, values)
+    kernel = nvrtc.kernel("missing.cu", "score_missing", (("values", values),), query.device.index or 0)
     launch = kernel, batch * heads * length * chunks, THREADS, THREADS * 33 * values // 8
     nvrtc.run(query.device, [launch], arguments)
     return out

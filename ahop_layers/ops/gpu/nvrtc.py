@@ -20,6 +20,9 @@ import torch
 
 from ahop_layers.errors import AHopError
 
+Constants = tuple[tuple[str, int], ...]
+"""The names and values of what a source is compiled for, hashable."""
+
 SOURCES = Path(__file__).parent / "cuda"
 # Attributes of shared memory: the most that a function, a thread block and a multiprocessor may use.
 _OF_FUNCTION, _OF_THREAD_BLOCK, _OF_MULTIPROCESSOR = 8, 97, 81
@@ -168,18 +171,13 @@ def architecture(index: int) -> str:
     return f"sm_{number}{'a' * (number == 90)}" if number in known else f"compute_{max(older, default=number)}"
 
 
-def runs(device: torch.device) -> bool:
-    """Returns whether a device has all instructions of the kernels, including fused attention."""
-    return capability(device) >= (8, 0)
-
-
 def capability(device: torch.device) -> tuple[int, int]:
     """Returns the compute capability of an NVIDIA GPU for which kernels can be compiled, (0, 0) of other devices."""
     return _capability(device)
 
 
 # The compiler cannot trace a search for libraries. torch.compiler.assume_constant_result would import the compiler.
-runs._dynamo_marked_constant = capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=None)
@@ -192,13 +190,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
 class Kernel:
     """A function of a compiled source file on one device."""
 
-    def __init__(self, source: str, name: str, constants: Mapping[str, int], index: int) -> None:
+    def __init__(self, source: str, name: str, constants: Constants, index: int) -> None:
         self.name, self.index, driver = name, index, _driver()
         self._launch = driver.cuLaunchKernel
         self.function = c_void_p()
         with torch.cuda.device(index):
             _enter_context(index)
-            module = _module(source, tuple(sorted(constants.items())), index)
+            module = _module(source, constants, index)
             _check(driver.cuModuleGetFunction(byref(self.function), module, name.encode()), f"find the kernel {name}")
             most = shared_limits(index)[0]
             _check(driver.cuFuncSetAttribute(self.function, _OF_FUNCTION, most), f"give {name} {most} bytes")
@@ -214,20 +212,23 @@ class Kernel:
             _check(status, f"launch {self.name}: {thread_blocks} thread blocks, {threads} threads, {shared} bytes")
 
 
+kernel = lru_cache(maxsize=None)(Kernel)
+
+
 @lru_cache(maxsize=None)
-def _module(source: str, constants: tuple[tuple[str, int], ...], index: int) -> c_void_p:
+def _module(source: str, constants: Constants, index: int) -> c_void_p:
     module = c_void_p()
     image = compiled(source, dict(constants), architecture(index))
     _check(_driver().cuModuleLoadData(byref(module), image), f"load {source}")
     return module
 
 
-def compile_together(programs: Sequence[tuple[str, Mapping[str, int]]], index: int) -> None:
+def compile_together(programs: Sequence[tuple[str, Constants]], index: int) -> None:
     """Compiles sources with their constants at the same time, one in each thread, and loads them on a device."""
 
-    def load(program: tuple[str, Mapping[str, int]]) -> None:
+    def load(program: tuple[str, Constants]) -> None:
         _enter_context(index)
-        _module(program[0], tuple(sorted(program[1].items())), index)
+        _module(*program, index)
 
     with ThreadPoolExecutor(len(programs)) as pool:
         list(pool.map(load, programs))

@@ -47,7 +47,7 @@ class Program(NamedTuple):
     """A kernel: its source and constants, the dtype, blocks and dimensions it processes, and its thread blocks."""
 
     source: str
-    constants: dict[str, int]
+    constants: nvrtc.Constants
     dtype: torch.dtype
     layout: Layout
     keys: int  # of a group of lanes
@@ -65,7 +65,7 @@ def _forward_program(problem: ScoreProblem) -> Program:
     packed = packed and dtype != torch.float32 and layout.chunk % 2 == 0
     flat = n >= MIN_FLAT and "near" not in bases
     constants = {**_constants(problem, layout, dtype, flat), "packed": packed}
-    return Program("score.cu", constants, dtype, layout, 1 + packed, THREADS // WARP)
+    return Program("score.cu", tuple(constants.items()), dtype, layout, 1 + packed, THREADS // WARP)
 
 
 def _backward_program(problem: ScoreProblem) -> Program:
@@ -84,7 +84,7 @@ def _backward_program(problem: ScoreProblem) -> Program:
     flat = n >= MIN_FLAT and need is not None and not need[2]  # constant weights have a gradient
     tagged = n == d and dtype != torch.float32
     constants = {**_constants(problem, layout, dtype, flat), "tagged": tagged, "warps": warps}
-    return Program("score_backward.cu", constants, dtype, layout, 1, warps, shared_bytes(warps))
+    return Program("score_backward.cu", tuple(constants.items()), dtype, layout, 1, warps, shared_bytes(warps))
 
 
 def _padded_dtype(problem: ScoreProblem, layout: Layout) -> torch.dtype:
@@ -124,7 +124,7 @@ class ScorePlan:
         self.alignment = 4 * gcd(stretch // 4, 4) if stretch % 4 == 0 else program.dtype.itemsize
         self.folding = -(-self.heads * bases * WARP // MANY)  # thread blocks that fold weights
         launches, parts = self._divide_backward(problem.need) if problem.need else self._divide_forward()
-        make = partial(nvrtc.Kernel, program.source, constants=program.constants, index=problem.device.index or 0)
+        make = partial(nvrtc.kernel, program.source, constants=program.constants, index=problem.device.index or 0)
         self.prepare = make(name="score_prepare")
         self.launches = [(make(name=name), *launch) for name, launch in launches.items()]
         # Bytes from which folded weights, the parts of three gradients and first sums of parts start, and the end.
@@ -258,7 +258,8 @@ def score_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of query, key and weight, contiguous and in their dtypes; empty where not needed."""
     if use_tiles(query, weight, bases):
-        return attend.score_gradients(_tile_call(query, key, weight, bases, grad), need)
+        call = _tile_call(query, key, weight, bases, grad)
+        return attend.plan(call, scores=True).score_gradients(call, need)
     problem = ScoreProblem(query.device, query.dtype, query.shape, key.shape, weight.shape[-1], bases, grad.dtype, need)
     query_grad, key_grad, weight_grad = grads = allocate_grads((query, key, weight), need)
     _run_backward(problem, query, key, weight, grad, grads)
@@ -286,7 +287,7 @@ def use_tiles(query: Tensor, weight: Tensor, bases: Sequence[str]) -> bool:
     if query.dtype == torch.float32 or n > attend.MAX_BLOCKS or d > attend.MAX_DIMENSIONS:
         return False
     whole = attend.kernel_shape(n, d // n, attend.CHUNK) == (n, d // n, attend.CHUNK)
-    return whole and set(bases) <= {"dis", "dot"} and nvrtc.runs(query.device)
+    return whole and set(bases) <= {"dis", "dot"} and nvrtc.capability(query.device) >= (8, 0)
 
 
 def _tile_call(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], scores: Tensor) -> AttentionCall:

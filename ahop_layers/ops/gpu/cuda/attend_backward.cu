@@ -118,7 +118,14 @@ struct OwnKeys {
         if (!SCORES)
             copy_rows<WIDTH>(address + SECOND, p.value.at(n, h), p.value.row, first, ROWS, p.count, lane.index, 32);
         copies_commit();
-        clear();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            key_sums[i] = 0;
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) key_grad[chunk][i] = 0;
+#pragma unroll
+            for (int chunk = 0; chunk < WIDTH_CHUNKS; ++chunk) value_grad[chunk][i] = 0;
+        }
         copies_wait<0>();
         sync_warp();
         store_norms<true>(own + NORMS, own, lane.index);
@@ -151,17 +158,6 @@ struct OwnKeys {
             ranked[i].set(u[i]);
 #pragma unroll
             for (int j = 0; j < N; ++j) exponents[i][j] = u[i][j] * LOG2_E, weight_grad[i][j] = 0;
-        }
-    }
-
-    DEVICE void clear() {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            key_sums[i] = 0;
-#pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; ++chunk) key_grad[chunk][i] = 0;
-#pragma unroll
-            for (int chunk = 0; chunk < WIDTH_CHUNKS; ++chunk) value_grad[chunk][i] = 0;
         }
     }
 

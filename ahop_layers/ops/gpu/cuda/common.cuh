@@ -11,6 +11,8 @@ struct Tensor {
     DEVICE char* at(i64 n, i64 h) const { return data + n * batch + h * head; }
 };
 
+DEVICE u32 shuffle_xor(u32 x, int mask) { return float_bits(shuffle_xor(bits_float(x), mask)); }
+
 // The sum over the lanes of a warp, in all of them.
 DEVICE float sum_warp(float x) {
 #pragma unroll
@@ -22,6 +24,14 @@ enum { FLOAT, HALF, BFLOAT };
 constexpr int bytes_of(int dtype) { return dtype == FLOAT ? 4 : 2; }
 template <int DTYPE> struct HalfOf { typedef Float16 Type; };
 template <> struct HalfOf<BFLOAT> { typedef BFloat16 Type; };
+
+template <int DTYPE>
+DEVICE float load_float(const char* numbers, i64 place = 0) {
+    if constexpr (DTYPE == FLOAT) return ((const float*)numbers)[place];
+    float x, nothing;
+    HalfOf<DTYPE>::Type::unpack(((const unsigned short*)numbers)[place], x, nothing);
+    return x;
+}
 
 template <int DTYPE>
 DEVICE void store_float(char* place, float x) {

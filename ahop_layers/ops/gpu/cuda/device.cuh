@@ -28,19 +28,18 @@ DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(ALL_LANES, 
 DEVICE bool any_lane(bool x) { return __any_sync(ALL_LANES, x); }
 DEVICE u32 add_atomically(u32* place, u32 x) { return atomicAdd(place, x); }
 
+// A function of two numbers that is one instruction.
+#define OF_TWO(TYPE, LETTER, NAME, INSTRUCTION) \
+    static DEVICE TYPE NAME(TYPE a, TYPE b) { \
+        TYPE r; \
+        asm(INSTRUCTION " %0, %1, %2;" : "=" LETTER(r) : LETTER(a), LETTER(b)); \
+        return r; \
+    }
+
 // Minimum and maximum that are NaN if one argument is.
 #if __CUDA_ARCH__ >= 800
-DEVICE float max_nan(float a, float b) {
-    float r;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
-}
-
-DEVICE float min_nan(float a, float b) {
-    float r;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-    return r;
-}
+OF_TWO(float, "f", max_nan, "max.NaN.f32")
+OF_TWO(float, "f", min_nan, "min.NaN.f32")
 #else
 DEVICE float max_nan(float a, float b) { return a != a || b != b ? a + b : fmaxf(a, b); }
 DEVICE float min_nan(float a, float b) { return a != a || b != b ? a + b : fminf(a, b); }
@@ -58,7 +57,7 @@ DEVICE float log2_approx(float x) {
     return r;
 }
 
-// Selects four of eight bytes: byte i of the result is byte (selector >> 4 * i) & 7 of high:low.
+// Selects four of eight bytes: byte i of the result is byte (selector >> 4 * i) & 7 of high:low, or its sign (bit 3).
 DEVICE u32 select_bytes(u32 low, u32 high, u32 selector) {
     u32 r;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(selector));
@@ -66,11 +65,7 @@ DEVICE u32 select_bytes(u32 low, u32 high, u32 selector) {
 }
 
 // The sign of `low` in all bits of the low half of a word, and the sign of `high` in the high half.
-DEVICE u32 sign_masks(float low, float high) {
-    u32 r;
-    asm("prmt.b32 %0, %1, %2, 0xffbb;" : "=r"(r) : "r"(float_bits(low)), "r"(float_bits(high)));
-    return r;
-}
+DEVICE u32 sign_masks(float low, float high) { return select_bytes(float_bits(low), float_bits(high), 0xffbb); }
 
 // A word shifted left by the low five bits of `by`.
 DEVICE u32 shift_left(u32 x, u32 by) {
@@ -158,24 +153,33 @@ DEVICE void multiply_tf32(float (&r)[4], const float (&c)[4], const u32 (&a)[2],
         : "r"(a[0]), "r"(a[1]), "r"(b), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-#define HALF_MMA(SHAPE, TYPE, A, B, ...) \
-    asm("mma.sync.aligned." SHAPE ".row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, " A ", " B ", " \
-        "{%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : __VA_ARGS__)
-
-#define HALF_PAIRS(NAME, INSTRUCTION) \
-    static DEVICE u32 NAME(u32 a, u32 b) { \
+// What both half-precision types have. A word holds two numbers. `multiply` adds the product of 16 x 16 and 16 x 8
+// numbers to `c`, or of 16 x 8 and 8 x 8 numbers.
+#define HALF_FUNCTIONS(TYPE) \
+    OF_TWO(u32, "r", mul, "mul.rn." TYPE "x2") \
+    OF_TWO(u32, "r", sub, "sub.rn." TYPE "x2") \
+    OF_TWO(u32, "r", max_nan, "max.NaN." TYPE "x2") \
+    OF_TWO(u32, "r", min_nan, "min.NaN." TYPE "x2") \
+    static DEVICE u32 fma(u32 a, u32 b, u32 c) { \
         u32 r; \
-        asm(INSTRUCTION " %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); \
+        asm("fma.rn." TYPE "x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); \
         return r; \
+    } \
+    static DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { \
+        asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 " \
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1)); \
+    } \
+    static DEVICE void multiply(float (&c)[4], u32 a0, u32 a1, u32 b) { \
+        asm("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE ".f32 " \
+            "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};" \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b)); \
     }
 
-// bfloat16, of which two are in a word.
 struct BFloat16 {
     static constexpr u32 ONES = 0x3f803f80;
-    HALF_PAIRS(mul, "mul.rn.bf16x2")
-    HALF_PAIRS(sub, "sub.rn.bf16x2")
-    HALF_PAIRS(max_nan, "max.NaN.bf16x2")
-    HALF_PAIRS(min_nan, "min.NaN.bf16x2")
+    HALF_FUNCTIONS("bf16")
 
     static DEVICE void unpack(u32 word, float& low, float& high) {
         low = bits_float(word << 16);
@@ -187,32 +191,11 @@ struct BFloat16 {
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
         return r;
     }
-
-    static DEVICE u32 fma(u32 a, u32 b, u32 c) {
-        u32 r;
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-        return r;
-    }
-
-    // Adds the product of 16 x 16 and 16 x 8 numbers to `c`.
-    static DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-        HALF_MMA("m16n8k16", "bf16", "{%4, %5, %6, %7}", "{%8, %9}",
-                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-
-    // The same of 16 x 8 and 8 x 8 numbers.
-    static DEVICE void multiply(float (&c)[4], u32 a0, u32 a1, u32 b) {
-        HALF_MMA("m16n8k8", "bf16", "{%4, %5}", "{%6}", "r"(a0), "r"(a1), "r"(b));
-    }
 };
 
-// float16, with the same functions.
 struct Float16 {
     static constexpr u32 ONES = 0x3c003c00;
-    HALF_PAIRS(mul, "mul.rn.f16x2")
-    HALF_PAIRS(sub, "sub.rn.f16x2")
-    HALF_PAIRS(max_nan, "max.NaN.f16x2")
-    HALF_PAIRS(min_nan, "min.NaN.f16x2")
+    HALF_FUNCTIONS("f16")
 
     // Volatile, so that it stays in a loop: the compiler would keep the results of all iterations in registers.
     static DEVICE void unpack(u32 word, float& low, float& high) {
@@ -229,21 +212,6 @@ struct Float16 {
             : "=r"(r) : "f"(low), "f"(high));
 #endif
         return r;
-    }
-
-    static DEVICE u32 fma(u32 a, u32 b, u32 c) {
-        u32 r;
-        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-        return r;
-    }
-
-    static DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-        HALF_MMA("m16n8k16", "f16", "{%4, %5, %6, %7}", "{%8, %9}",
-                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-
-    static DEVICE void multiply(float (&c)[4], u32 a0, u32 a1, u32 b) {
-        HALF_MMA("m16n8k8", "f16", "{%4, %5}", "{%6}", "r"(a0), "r"(a1), "r"(b));
     }
 };
 #endif

@@ -135,30 +135,32 @@ DEVICE void compute_similarities(T (&values)[CHUNK], int kind, const float (&que
     for (int i = 0; i < CHUNK; ++i) {
 #pragma unroll
         for (int distance = GROUP; distance < LANES; distance *= 2) totals[i] += shuffle_xor(totals[i], distance);
-        values[i].set(kind == NEAR ? totals[i] - (BLOCK_SIZE - SIZE) : totals[i]);  // where zeros are padding
+        values[i].x = kind == NEAR ? totals[i] - (BLOCK_SIZE - SIZE) : totals[i];  // where zeros are padding
     }
 }
 
-// Values to be sorted. `order` gives a the larger one, and `of_lanes` chooses among values of two lanes. Here, a NaN
-// reaches both results.
-struct Value {
-    float x;
-    DEVICE void set(float value) { x = value; }
-    static DEVICE void order(Value& a, Value& b) {
-        const float larger = max_nan(a.x, b.x);
-        b.x = min_nan(a.x, b.x);
-        a.x = larger;
+// A value to be sorted, by functions that choose the one to come first and the other one. `order` sorts two values, and
+// `of_lanes` chooses among values of two lanes.
+template <class T, T (*FIRST)(T, T), T (*LAST)(T, T)>
+struct Ordered {
+    T x;
+    static DEVICE void order(Ordered& a, Ordered& b) {
+        const T first = FIRST(a.x, b.x);
+        b.x = LAST(a.x, b.x);
+        a.x = first;
     }
-    DEVICE Value of_lanes(Value sent, int distance, bool upper) const {
-        const float other = shuffle_xor(sent.x, distance);
-        return {upper ? min_nan(x, other) : max_nan(x, other)};
+    DEVICE Ordered of_lanes(Ordered sent, int distance, bool upper) const {
+        const T other = shuffle_xor(sent.x, distance);
+        return {upper ? LAST(x, other) : FIRST(x, other)};
     }
 };
+
+typedef Ordered<float, max_nan, min_nan> Value;  // a NaN reaches both results
 
 template <int START, int SIZE, class T>
 DEVICE void order_network(T (&x)[CHUNK]) {
 #pragma unroll
-    for (int i = 0; i < Network<SIZE>::COUNT; ++i)
+    for (int i = 0; i < Sorter<SIZE>::NETWORK.count; ++i)
         T::order(x[START + Sorter<SIZE>::NETWORK.low[i]], x[START + Sorter<SIZE>::NETWORK.high[i]]);
 }
 

@@ -24,7 +24,7 @@ DEVICE int place_of(int i) { return i + i / 32; }
 // same way.
 DEVICE void sort_warp(float (&x)[V], int lane) {
 #pragma unroll
-    for (int i = 0; i < Sorter<V>::NETWORK.COUNT; ++i)
+    for (int i = 0; i < Sorter<V>::NETWORK.count; ++i)
         Sorter<V>::exchange(x[Sorter<V>::NETWORK.high[i]], x[Sorter<V>::NETWORK.low[i]]);
     for (int run = 1; run < 32; run *= 2) {
         const bool upper = lane & run;

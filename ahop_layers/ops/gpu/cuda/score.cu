@@ -4,59 +4,28 @@
 constexpr bool PACKED = AHOP_PACKED;  // two keys at a time in half precision, for blocks of one dimension
 constexpr int KEYS = PACKED ? 2 : 1, THREADS = 128;
 
-// Bases of single dimensions that have the order of the absolute differences share one sort, the first one.
-constexpr int shared_bases() {
-    int shared = 0, count = 0;
-    bool has_near = false;
-    for (int base = 0; base < BASES; ++base) {
-        if (kind_of(base) == DOT) continue;
-        shared |= 1 << base;
-        ++count;
-        has_near |= kind_of(base) == NEAR;
-    }
-    return BLOCK_SIZE == 1 && (count > 1 || has_near || (count && PACKED)) ? shared : 0;
-}
-constexpr int SHARED = shared_bases();
+// The sorts of a query. Bases of single dimensions that have the order of the absolute differences share the first one.
+struct Sorts {
+    int count = 0, kinds[BASES] = {}, members[BASES] = {};  // what a sort orders, and the bases that use it, a bit each
 
-constexpr int count_sorts() {
-    int count = SHARED != 0;
-    for (int base = 0; base < BASES; ++base) count += !(SHARED >> base & 1);
-    return count;
-}
-constexpr int SORTS = count_sorts();
-
-// The bases that use a sort, a bit each, in bytes.
-constexpr u64 members_of_sorts() {
-    u64 all = SHARED;
-    int sort = SHARED != 0;
-    for (int base = 0; base < BASES; ++base)
-        if (!(SHARED >> base & 1)) all |= (u64)1 << (8 * sort++ + base);
-    return all;
-}
-
-// What a sort orders, two bits each.
-constexpr int kinds_of_sorts() {
-    int all = SHARED ? L1 : 0, sort = SHARED != 0;
-    for (int base = 0; base < BASES; ++base)
-        if (!(SHARED >> base & 1)) all |= kind_of(base) << 2 * sort++;
-    return all;
-}
-
-constexpr int kind_of_sort(int sort) { return kinds_of_sorts() >> 2 * sort & 3; }
-
-// Values of two keys in half precision.
-struct Two {
-    u32 x;
-    static DEVICE void order(Two& a, Two& b) {
-        const u32 larger = Half::max_nan(a.x, b.x);
-        b.x = Half::min_nan(a.x, b.x);
-        a.x = larger;
-    }
-    DEVICE Two of_lanes(Two sent, int distance, bool upper) const {
-        const u32 other = float_bits(shuffle_xor(bits_float(sent.x), distance));
-        return {upper ? Half::min_nan(x, other) : Half::max_nan(x, other)};
+    constexpr Sorts() {
+        int shared = 0, sharing = 0;
+        bool has_near = false;
+        for (int base = 0; base < BASES; ++base) {
+            if (kind_of(base) == DOT) continue;
+            shared |= 1 << base;
+            ++sharing;
+            has_near |= kind_of(base) == NEAR;
+        }
+        if (BLOCK_SIZE > 1 || (sharing < 2 && !has_near && !PACKED)) shared = 0;
+        if (shared) kinds[0] = L1, members[count++] = shared;
+        for (int base = 0; base < BASES; ++base)
+            if (!(shared >> base & 1)) kinds[count] = kind_of(base), members[count++] = 1 << base;
     }
 };
+constexpr Sorts SORTS{};
+
+typedef Ordered<u32, Half::max_nan, Half::min_nan> Two;  // values of two keys in half precision
 
 // The keys of a lane, and their similarities to a query.
 struct OneKey {
@@ -76,11 +45,7 @@ struct OneKey {
         }
     }
 
-    DEVICE void get(float (&column)[PER_LANE], int) const {
-#pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) column[i] = key[i];
-    }
-
+    DEVICE float at(int slot, int) const { return key[slot]; }
     static DEVICE float value(Value value, int) { return value.x; }
 };
 
@@ -115,15 +80,7 @@ struct TwoKeys {
         }
     }
 
-    DEVICE void get(float (&column)[PER_LANE], int which) const {
-#pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) {
-            float low, high;
-            Half::unpack(keys[i], low, high);
-            column[i] = which ? high : low;
-        }
-    }
-
+    DEVICE float at(int slot, int which) const { return value({keys[slot]}, which); }
     static DEVICE float value(Two value, int which) {
         float low, high;
         Half::unpack(value.x, low, high);
@@ -160,8 +117,8 @@ DEVICE void weigh_members(float (&scores)[KEYS], const Keys::Item (&values)[CHUN
                           Lane lane) {
 #pragma unroll
     for (int base = 0; base < BASES; ++base)
-        if (members_of_sorts() >> (8 * sort + base) & 1)
-            weigh(scores, values, base, kind_of_sort(sort) != kind_of(base), weight, lane);
+        if (SORTS.members[sort] >> base & 1)
+            weigh(scores, values, base, SORTS.kinds[sort] != kind_of(base), weight, lane);
 }
 
 // Adds the scores with constant weights.
@@ -171,7 +128,8 @@ DEVICE void add_flat(float (&scores)[KEYS], const Keys& keys, const char* query,
     lane.load(row, query);
 #pragma unroll
     for (int which = 0; which < KEYS; ++which) {
-        keys.get(column, which);
+#pragma unroll
+        for (int slot = 0; slot < PER_LANE; ++slot) column[slot] = keys.at(slot, which);
 #pragma unroll
         for (int base = 0; base < BASES; ++base) {
             float sums[4] = {};
@@ -213,17 +171,17 @@ KERNEL void __launch_bounds__(THREADS) score(const ScoreCall p) {
             add_flat(scores, keys, query, constants, lane);
         } else {
 #pragma unroll UNROLLED
-            for (int sort = 0; sort < SORTS; ++sort) {
+            for (int sort = 0; sort < SORTS.count; ++sort) {
                 Keys::Item values[CHUNK];
                 // All sorts share one network if the loop is not unrolled, and `each` is constant anyway.
 #pragma unroll
-                for (int each = 0; each < SORTS; ++each)
+                for (int each = 0; each < SORTS.count; ++each)
                     if (each == sort)
-                        keys.compare(values, kind_of_sort(each), query, kept, lane,
-                                     kind_of_sort(each) == NEAR ? weight[(BASES + each) * BLOCKS] : 0);
+                        keys.compare(values, SORTS.kinds[each], query, kept, lane,
+                                     SORTS.kinds[each] == NEAR ? weight[(BASES + each) * BLOCKS] : 0);
                 sort_group<UNROLLED == 1 ? 1 : 5>(values, lane.index);
 #pragma unroll
-                for (int each = 0; each < SORTS; ++each)
+                for (int each = 0; each < SORTS.count; ++each)
                     if (each == sort) weigh_members(scores, values, each, weight, lane);
             }
         }

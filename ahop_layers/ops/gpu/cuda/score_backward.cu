@@ -16,9 +16,6 @@ constexpr int TAG_BITS = 10, PLACES = CHUNK * 32;  // places of a base: slot * 3
 struct Placed {
     float x;
     u32 place;
-    DEVICE void set(float value) { x = value; }
-    DEVICE void set_place(int slot, int member) { place = 32 * slot + member; }
-    DEVICE void restore() {}
     static DEVICE void order(Placed& a, Placed& b) {
         const bool swap = a.x < b.x;
         const Placed first = a;
@@ -27,32 +24,23 @@ struct Placed {
     }
     DEVICE Placed of_lanes(Placed sent, int distance, bool upper) const {
         const float other = shuffle_xor(sent.x, distance);
-        const u32 other_place = float_bits(shuffle_xor(bits_float(sent.place), distance));
+        const u32 other_place = shuffle_xor(sent.place, distance);
         const bool swap = (upper ? other : x) < (upper ? x : other);  // the same comparison in both lanes
         return {swap ? other : x, swap ? other_place : place};
     }
 };
 
+DEVICE void set_place(Placed& item, u32 place) { item.place = place; }
+DEVICE u32 place_of(const Placed& item) { return item.place; }
+
 // The same in one word: the place is in the last bits of the value, which half precision rounds. Beside a NaN, a value
 // and its place can appear twice.
-struct Word {
-    float x;
-    u32 place;
-    DEVICE void set(float value) { x = value; }
-    DEVICE void set_place(int slot, int member) {
-        x = bits_float((float_bits(x) & -(1 << TAG_BITS)) | (32 * slot + member));
-    }
-    DEVICE void restore() { place = float_bits(x) & ((1 << TAG_BITS) - 1); }
-    static DEVICE void order(Word& a, Word& b) {
-        const float larger = fmaxf(a.x, b.x);
-        b.x = fminf(a.x, b.x);
-        a.x = larger;
-    }
-    DEVICE Word of_lanes(Word sent, int distance, bool upper) const {
-        const float other = shuffle_xor(sent.x, distance);
-        return {upper ? fminf(x, other) : fmaxf(x, other)};
-    }
-};
+typedef Ordered<float, fmaxf, fminf> Word;
+
+DEVICE void set_place(Word& item, u32 place) {
+    item.x = bits_float((float_bits(item.x) & -(1 << TAG_BITS)) | place);
+}
+DEVICE u32 place_of(const Word& item) { return float_bits(item.x) & ((1 << TAG_BITS) - 1); }
 
 template <bool> struct ItemOf { typedef Placed Type; };
 template <> struct ItemOf<true> { typedef Word Type; };
@@ -62,50 +50,39 @@ typedef ItemOf<TAGGED>::Type Item;
 // With an odd number of values, every lane keeps all of them.
 template <int COUNT, int DISTANCE = LANES>
 struct WarpSums {
-    static constexpr bool ENDS = DISTANCE >= 32, HALVES = !ENDS && COUNT % 2 == 0;
-    typedef WarpSums<HALVES ? COUNT / 2 : COUNT, ENDS ? DISTANCE : 2 * DISTANCE> Next;
-
-    static constexpr int kept() {
-        if constexpr (ENDS) {
-            return COUNT;
-        } else {
-            return Next::kept();
-        }
-    }
+    static constexpr bool HALVES = COUNT % 2 == 0;
+    typedef WarpSums<HALVES ? COUNT / 2 : COUNT, 2 * DISTANCE> Next;
+    static constexpr int KEPT = Next::KEPT;
 
     // The first value that a lane keeps.
-    static DEVICE int first(int lane) {
-        if constexpr (ENDS) {
-            return 0;
-        } else {
-            return (HALVES && lane & DISTANCE ? COUNT / 2 : 0) + Next::first(lane);
-        }
-    }
+    static DEVICE int first(int lane) { return (HALVES && lane & DISTANCE ? COUNT / 2 : 0) + Next::first(lane); }
 
     // Whether a lane is the first of those that keep the same values.
-    static DEVICE bool stores(int lane) {
-        if constexpr (ENDS) {
-            return true;
-        } else {
-            return (HALVES || !(lane & DISTANCE)) && Next::stores(lane);
-        }
-    }
+    static DEVICE bool stores(int lane) { return (HALVES || !(lane & DISTANCE)) && Next::stores(lane); }
 
     static DEVICE void reduce(float* x, int lane) {
         if constexpr (HALVES) {
             exchange_halves<COUNT>(x, DISTANCE, lane & DISTANCE);
-        } else if constexpr (!ENDS) {
+        } else {
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) x[i] += shuffle_xor(x[i], DISTANCE);
         }
-        if constexpr (!ENDS) Next::reduce(x, lane);
+        Next::reduce(x, lane);
     }
+};
+
+template <int COUNT>
+struct WarpSums<COUNT, 32> {
+    static constexpr int KEPT = COUNT;
+    static DEVICE int first(int) { return 0; }
+    static DEVICE bool stores(int) { return true; }
+    static DEVICE void reduce(float*, int) {}
 };
 
 constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 typedef WarpSums<PER_LANE> RowSums;
 typedef WarpSums<CHUNK> RankSums;
-constexpr int KEPT = RowSums::kept(), VECTOR = gcd(gcd(KEPT, STRETCH), 4);
+constexpr int KEPT = RowSums::KEPT, VECTOR = gcd(gcd(KEPT, STRETCH), 4);
 
 // Copies adjacent floats, up to four at a time.
 template <int COUNT>
@@ -139,8 +116,7 @@ DEVICE void deliver(float* region, float (&weight_grad)[CHUNK], const u32 (&weig
                     float grad) {
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) {
-        items[i].restore();
-        region[items[i].place] = bits_float(weights[i]);
+        region[place_of(items[i])] = bits_float(weights[i]);
         weight_grad[i] = fmaf(grad, items[i].x, weight_grad[i]);
     }
 }
@@ -195,7 +171,7 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreCall p) {
                         if constexpr (!KEEPS_ROWS) lane.load(queries, query);
                         compute_similarities(items, kind_of(each), queries, key, lane);
 #pragma unroll
-                        for (int i = 0; i < CHUNK; ++i) items[i].set_place(i, lane.member);
+                        for (int i = 0; i < CHUNK; ++i) set_place(items[i], 32 * i + lane.member);
                     }
                     sort_group<LEVELS>(items, lane.index);
                     float* const region = own_ranked + base * PLACES;
@@ -261,7 +237,7 @@ KERNEL void __launch_bounds__(THREADS) score_backward(const ScoreCall p) {
         RankSums::reduce(weight_grad[base], lane.index);
         float* const place = p.weight_parts + (part * BASES + base) * BLOCKS + lane.position;
 #pragma unroll
-        for (int i = 0; i < RankSums::kept(); ++i)
+        for (int i = 0; i < RankSums::KEPT; ++i)
             if (RankSums::stores(lane.index) && !is_copy) place[RankSums::first(lane.index) + i] = weight_grad[base][i];
     }
 }

@@ -67,11 +67,7 @@ KERNEL void __launch_bounds__(THREADS) score_tiles(const TileScore p) {
                 const int key = start + 8 * part + lane.column + pair % 2;
                 char* const place = places[pair / 2] + pair % 2 * p.out_key;
                 if (rows[pair / 2] >= p.length || key >= end) continue;
-                if (HALF_SCORES) {
-                    *(unsigned short*)place = Half::pack(score, 0);
-                } else {
-                    *(float*)place = score;
-                }
+                store_float<MASK_DTYPE>(place, score);
             }
             places[0] += 8 * p.out_key, places[1] += 8 * p.out_key;
         }

@@ -12,14 +12,6 @@ struct Softmax {
     int count;
 };
 
-template <int TYPE>
-DEVICE float load_float(const char* numbers, i64 place) {
-    if constexpr (TYPE == FLOAT) return ((const float*)numbers)[place];
-    float x, nothing;
-    HalfOf<TYPE>::Type::unpack(((const unsigned short*)numbers)[place], x, nothing);
-    return x;
-}
-
 KERNEL void __launch_bounds__(256) softmax(const Softmax p) {
     const int lane = threadIdx.x % 32;
     const i64 row = (i64)blockIdx.x * 8 + threadIdx.x / 32;

@@ -2,32 +2,21 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int comparators(int size) {
-    int count = 0;
-    for (int run = 1; run < size; run *= 2)
-        for (int step = run; step >= 1; step /= 2)
-            for (int start = step % run; start < size - step; start += 2 * step)
-                for (int low = start; low < start + step && low < size - step; ++low)
-                    count += low / (2 * run) == (low + step) / (2 * run);
-    return count;
-}
-
 // Batcher's odd-even merge sort: sorted runs are merged pairwise, at distances that halve.
 template <int N>
 struct Network {
-    static constexpr int COUNT = comparators(N);
-    int low[COUNT + 1] = {}, high[COUNT + 1] = {};
-    bool last[COUNT + 1] = {};  // whether no later comparator moves either value
+    static constexpr int MOST = N * N / 2 + 1;  // there are fewer
+    int count = 0, low[MOST] = {}, high[MOST] = {};
+    bool last[MOST] = {};  // whether no later comparator moves either value
 
     constexpr Network() {
-        int count = 0;
         for (int run = 1; run < N; run *= 2)
             for (int step = run; step >= 1; step /= 2)
                 for (int start = step % run; start < N - step; start += 2 * step)
                     for (int i = start; i < start + step && i < N - step; ++i)
                         if (i / (2 * run) == (i + step) / (2 * run)) low[count] = i, high[count++] = i + step;
         bool moved[N] = {};
-        for (int i = COUNT - 1; i >= 0; --i) {
+        for (int i = count - 1; i >= 0; --i) {
             last[i] = !moved[low[i]] && !moved[high[i]];
             moved[low[i]] = moved[high[i]] = true;
         }
@@ -40,7 +29,7 @@ struct Sorter {
 
     static DEVICE void sort(float (&x)[N]) {
 #pragma unroll
-        for (int i = 0; i < NETWORK.COUNT; ++i) exchange(x[NETWORK.low[i]], x[NETWORK.high[i]]);
+        for (int i = 0; i < NETWORK.count; ++i) exchange(x[NETWORK.low[i]], x[NETWORK.high[i]]);
     }
 
     // The plain minimum and maximum: a NaN is lost.
@@ -53,7 +42,7 @@ struct Sorter {
     // Changes weights by rank for weighted_sum: of a last comparator, half the sum and half the difference.
     static DEVICE void halve(float (&u)[N]) {
 #pragma unroll
-        for (int i = 0; i < NETWORK.COUNT; ++i)
+        for (int i = 0; i < NETWORK.count; ++i)
             if (NETWORK.last[i]) {
                 const float first = u[NETWORK.low[i]], second = u[NETWORK.high[i]];
                 u[NETWORK.low[i]] = 0.5f * (first + second);
@@ -65,7 +54,7 @@ struct Sorter {
     // for additions have twice the rate of those for minimum and maximum.
     static DEVICE float weighted_sum(float (&x)[N], const float (&u)[N], float total) {
 #pragma unroll
-        for (int i = 0; i < NETWORK.COUNT; ++i) {
+        for (int i = 0; i < NETWORK.count; ++i) {
             float &a = x[NETWORK.low[i]], &b = x[NETWORK.high[i]];
             const float larger = NETWORK.last[i] ? a + b : max_nan(a, b);
             b = NETWORK.last[i] ? fabsf(a - b) : min_nan(a, b);

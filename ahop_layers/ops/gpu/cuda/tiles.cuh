@@ -17,11 +17,11 @@ constexpr bool BF16 = AHOP_BF16;                             // or float16
 constexpr int MASK = AHOP_MASK;                              // see below
 constexpr bool CAUSAL = AHOP_CAUSAL, DROPOUT = AHOP_DROPOUT;
 constexpr bool SCORES = AHOP_SCORES;                         // scores alone, without attention
-constexpr bool HALF_SCORES = SCORES && MASK != 2;            // whether they are not float32
 constexpr int THREADS = AHOP_THREADS, BLOCKS_PER_SM = AHOP_THREAD_BLOCKS_PER_SM;  // at most, and at least
 
 constexpr int ROWS = 16, DIM = N * SIZE, BASES = DOT + DIS, CHUNKS = DIM / 8, WIDTH_CHUNKS = WIDTH / 8;
-enum { NO_MASK, BLOCKED, ADDED_FLOAT, ADDED_HALF, ADDED_BFLOAT };
+enum { NO_MASK, BLOCKED, ADDED };
+constexpr int MASK_DTYPE = MASK - ADDED;  // of an added mask, or of scores alone
 
 typedef HalfOf<BF16 ? BFLOAT : HALF>::Type Half;
 
@@ -115,10 +115,6 @@ DEVICE void load_own_norms(u32 (&norms)[N][2], const char* place, Lane lane) {
 // Adds products of 16 own rows and 8 streamed rows over chunks [from, from + count), of which `streamed` has registers.
 template <int FROM, int COUNT, int OWN, int STREAMED>
 DEVICE void multiply_rows(float (&c)[4], const u32 (&own)[OWN][2], const u32 (&streamed)[STREAMED]) {
-    if (COUNT == 1) {
-        Half::multiply(c, own[FROM][0], own[FROM][1], streamed[FROM]);
-        return;
-    }
 #pragma unroll
     for (int i = FROM; i + 1 < FROM + COUNT; i += 2) {
         const u32 a[4] = {own[i][0], own[i][1], own[i + 1][0], own[i + 1][1]};
@@ -226,11 +222,7 @@ struct Pairs {
         if (query >= length || key >= count) return 0;
         const char* place = mask + query * mask_query + key * mask_key;
         if (MASK == BLOCKED) return *place;
-        if (MASK == ADDED_FLOAT) return *(const float*)place;
-        float low, high;
-        const u32 word = *(const unsigned short*)place;
-        MASK == ADDED_HALF ? Float16::unpack(word, low, high) : BFloat16::unpack(word, low, high);
-        return low;
+        return load_float<MASK_DTYPE>(place);
     }
 
     // A score as an exponent of 2 with the mask added; -inf if the pair is blocked.
