@@ -191,7 +191,7 @@ def solutions(problem: Problem, starts: Sequence[Tensor], penalty: Tensor | None
     penalty = problem.penalty() if penalty is None else penalty
     likely = solve(problem, first, False, penalty)
     bounded = solve(problem, likely, True, penalty)
-    positive = solve(problem, solve(problem, first, False, penalty, signed=False), True, penalty, signed=False)
+    positive = solve(problem, bounded.clamp(min=0.0), True, penalty, signed=False)
     return [weight / deviation for weight in (bounded, likely, positive)]
 
 

@@ -39,7 +39,7 @@ BASES_GAIN = 0.95  # optional bases must lower the loss of a trial to this fract
 UNITS_GAIN = 0.8  # units of each dimension must lower it to this fraction
 IMAGE_BINS = 12  # number of rank bins of views of images
 ENOUGH_IMAGES = 1024  # number of images for which penalties need not be larger
-INTACT_ELEMENTS = 2**27  # number of values that are compared to see whether stored patterns find themselves
+INTACT_ELEMENTS = 2**26  # number of values that are compared to see whether stored patterns find themselves
 
 
 class FitReport(NamedTuple):
