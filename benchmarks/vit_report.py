@@ -102,7 +102,8 @@ def of_memory(rows: Sequence[Row]) -> str:
     body, lengths = [], list(dict.fromkeys(row["settings"] for row in rows))
     for (attention,), mine in group(rows, "attention").items():
         used = {row["settings"]: float(row["MB"]) for row in mine}
-        ratio = f"{max(used.values()) / min(used.values()):.3f}"
+        smallest = min(used.values())  # 0 where a process reuses memory that it has
+        ratio = f"{max(used.values()) / smallest:.3f}" if smallest else ""
         body.append([attention, *(f"{used[each]:,.1f}" if each in used else "" for each in lengths), ratio])
     names = [f"{re.sub('^.*, ', '', each)}, MB" for each in lengths]
     best = dict.fromkeys(range(1, 1 + len(lengths)), min)
