@@ -62,6 +62,13 @@ CASES = {  # N, H, Hk, L, S, d, e and blocks; further options
     "eight blocks": ((1, 1, 1, 20, 33, 64, 24, 8), {"dtype": torch.float16, "dropout": 0.3, "causal": True}),
     "dot alone": ((1, 1, 1, 17, 20, 40, 16, 2), {"bases": ("dot",), "mask": torch.bfloat16}),
     "dis alone": ((2, 1, 1, 33, 20, 24, 16, 3), {"bases": ("dis",), "dtype": torch.float16, "mask": torch.float16}),
+    "float32": ((1, 2, 2, 20, 70, 64, 64, 4), {"dtype": torch.float32}),
+    "float32, groups of keys": ((1, 2, 1, 40, 140, 32, 32, 4), {"dtype": torch.float32, "causal": True, "bytes": 60_000, "mask": torch.bool}),
+    "float32, one dimension": ((1, 1, 1, 1, 65, 7, 12, 1), {"dtype": torch.float32}),
+    "float32, three blocks": ((1, 2, 2, 33, 65, 48, 20, 3), {"dtype": torch.float32, "dropout": 0.3, "bases": ("dot", "dis")}),
+    "float32, eight blocks": ((1, 1, 1, 20, 33, 64, 24, 8), {"dtype": torch.float32, "mask": torch.float32}),
+    "float32, dis alone": ((1, 1, 1, 20, 33, 12, 24, 2), {"dtype": torch.float32, "bases": ("dis",)}),
+    "float32, dot alone": ((1, 1, 1, 20, 33, 40, 24, 5), {"dtype": torch.float32, "bases": ("dot",), "causal": True}),
     "two orders": ((1, 1, 1, 1, 1, 64, 64, 2), {"bases": ("dot", "dis")}),
 }
 
@@ -281,10 +288,10 @@ def test_sorting_networks_and_weights_by_rank():
                 torch.testing.assert_close(x[found.argsort()], ordered)
 
 
-def constants(n, size, width, bases=3, mask=0, causal=0, dropout=0, bf16=1):
+def constants(n, size, width, bases=3, mask=0, causal=0, dropout=0, dtype=2, precise=0):
     return {
-        "blocks": n, "size": size, "width": width, "dot": bases & 1, "dis": bases >> 1, "dis_at": 0, "bf16": bf16,
-        "mask": mask, "causal": causal, "dropout": dropout, "threads": 128, "thread_blocks_per_sm": 1, "tiles": 2,
+        "blocks": n, "size": size, "width": width, "dot": bases & 1, "dis": bases >> 1, "dis_at": 0, "dtype": dtype,
+        "precise": precise, "mask": mask, "causal": causal, "dropout": dropout, "threads": 128, "thread_blocks_per_sm": 1, "tiles": 2,
         "areas": 3, "scores": 0,
     }  # fmt: skip
 
@@ -307,7 +314,8 @@ COMPILED = {
     ],
     "score_tiles.cu": [constants(4, 16, 8, mask=2) | {"scores": 1}],
     "softmax.cu": [{"dtype": dtype, "slope_dtype": dtype} for dtype in range(3)],
-    "attend.cu": [constants(4, 16, 64), constants(8, 8, 24, 3, 1, 1, 1, 0), constants(1, 128, 128, 2, 3)],
+    "attend.cu": [constants(4, 16, 64), constants(8, 8, 24, 3, 1, 1, 1, 1), constants(1, 128, 128, 2, 3),
+                  constants(4, 16, 64, dtype=0, precise=1), constants(8, 8, 24, 3, 1, 1, 1, 0), constants(1, 128, 128, 2, 3, dtype=0)],
 }
 COMPILED["attend_backward.cu"] = COMPILED["attend.cu"] + COMPILED["score_tiles.cu"]
 
