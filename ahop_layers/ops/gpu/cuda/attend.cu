@@ -207,7 +207,10 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
             totals[row] += shuffle_xor(totals[row], 2);
             const bool empty = totals[row] == 0;
             inverse[row] = empty ? 0 : p.factor / totals[row];
-            const float log_sum = empty ? INFINITE : (largest[row] + log2_approx(totals[row])) * LN_2;
+            // Float32 rounds once: an error of the logarithm changes all shares that the backward pass computes.
+            const float finite = SINGLE ? fmaf(largest[row], LN_2, logf(totals[row]))
+                                        : (largest[row] + log2_approx(totals[row])) * LN_2;
+            const float log_sum = empty ? INFINITE : finite;
             if (lane.column == 0 && rows[row] < p.length) p.log_sum[(i64)index * p.length + rows[row]] = log_sum;
         }
         store_rows<WIDTH>(readout, inverse[0], inverse[1], own, p.out.at(n, h) + first * p.out.row, p.out.row,

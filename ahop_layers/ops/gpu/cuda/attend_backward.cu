@@ -11,6 +11,7 @@
 
 constexpr int SUMS = CHUNKS + DIS, SUM_BYTES = 512;  // of a tile: matrices of 16 x 8 numbers, 16 bytes for each lane
 constexpr u32 MINUS_ZEROS = SINGLE ? 0x80000000 : 0x80008000;  // changes no sum
+constexpr float LOG_UNIT = SINGLE ? 1 : LOG2_E;
 constexpr int TOGETHER = SINGLE ? 2 : 1;  // halves of a tile whose own rows are loaded at once
 constexpr int WARPS = THREADS / 32;
 constexpr int PARTS = BASES * N + 1;                 // gradients of the weights, and the sum of score gradients
@@ -29,7 +30,7 @@ struct Backward {
     Weights weights;
     const u32* seed;
     const float* log_sum;
-    float2* statistics;   // (N * H, padded): logarithm of the sum in base 2, and product of readout and gradient
+    float2* statistics;   // (N * H, padded): logarithm of the sum, not of float32 in base 2, and readout x gradient
     float4* query_sums;   // (N * H, tiles, CHUNKS, 32): what earlier thread blocks added, if there are several
     u32* turns;           // the numbers of thread blocks that started, and (N * H, tiles) that added
     float* weight_parts;  // (N * H, tiles of keys, PARTS)
@@ -87,7 +88,7 @@ KERNEL void attend_statistics(const Backward p) {
 #pragma unroll
     for (int distance = 1; distance < LANES; distance *= 2) total += shuffle_xor(total, distance);
     if (!exists || member) return;
-    const float log_sum = !SCORES && row < p.length ? p.log_sum[(i64)index * p.length + row] * LOG2_E : INFINITE;
+    const float log_sum = !SCORES && row < p.length ? p.log_sum[(i64)index * p.length + row] * LOG_UNIT : INFINITE;
     p.statistics[place] = make_float2(log_sum, total);
     if (row % ROWS == 0) p.turns[1 + place / ROWS] = 0;
 }
@@ -281,7 +282,8 @@ struct OwnKeys {
                     grads[side] = pairs.number(column, key);
                 } else {
                     score = pairs.masked(score, column, key);
-                    float share = exp2_approx(score - (side ? at_columns.z : at_columns.x));
+                    const float log_sum = side ? at_columns.z : at_columns.x;
+                    float share = exp2_approx(SINGLE ? fmaf(log_sum, -LOG2_E, score) : score - log_sum);
                     share = key < pairs.count ? share : 0;
                     float share_grad = products[2 * row + side];
                     kept[side] = share;
