@@ -17,10 +17,11 @@ from ahop_layers.ops.protocols import AttentionCall, Need
 ROWS, CHUNK = 16, 8  # rows of a tile, and dimensions of a matrix
 MAX_BLOCKS, MAX_DIMENSIONS = 8, 128
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-MASKS = {None: 0, torch.bool: 1, **{dtype: 2 + number for dtype, number in DTYPES.items()}}
+MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 KEYS = 32  # of a tile of the forward kernel
 SCORE_WARPS = 4  # of a thread block that scores without attention
 RESERVED = 1024  # bytes of shared memory that the driver keeps for each thread block
+BACKWARD_WARPS = 8  # of a thread block, at most
 LEAST_SLOTS = 4  # of the ring of the backward kernel
 MOST_PLANS = 4096
 
@@ -91,16 +92,15 @@ def serves(call: AttentionCall) -> bool:
 def uses_tf32() -> bool:
     """Returns whether PyTorch's products of float32 matrices on a GPU may be TF32, of 11 significant bits."""
     matmul = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):  # since PyTorch 2.9
-        return bool(matmul.fp32_precision == "tf32")
-    return bool(matmul.allow_tf32)
+    precision = getattr(matmul, "fp32_precision", None)  # since PyTorch 2.9
+    return bool(matmul.allow_tf32 if precision is None else precision == "tf32")
 
 
 def occupancy(shape: Shape, itemsize: int = 2) -> tuple[int, int]:
     """Returns the most warps of a thread block, and thread blocks on a multiprocessor, that registers allow."""
     if itemsize * shape.n * shape.size > 128 or itemsize * shape.width > 128:
         return 8, 1
-    return (8, 2) if shape.n <= 4 else (4, 3)
+    return (8, 2) if shape.n <= 4 and itemsize == 2 else (4, 3)
 
 
 class AttentionPlan:
@@ -169,7 +169,7 @@ class AttentionPlan:
         n, dims, heads = self.shape.n, self.shape.n * self.shape.size, self.batch * self.heads
         tile = ROWS * (self.row + 8) + 16 + 512 * (dims // CHUNK + has_dis)
         room = min(self.limits.thread_block, self.limits.multiprocessor - RESERVED) - 16
-        warps, own = 8, ROWS * self.row
+        warps, own = BACKWARD_WARPS, ROWS * self.row
         while warps > 1 and warps * own + LEAST_SLOTS * (tile + 16 * warps) > room:
             warps //= 2
         tile += 16 * warps  # barriers

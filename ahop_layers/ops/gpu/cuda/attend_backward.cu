@@ -10,9 +10,9 @@
 #include "tiles.cuh"
 
 constexpr int SUMS = CHUNKS + DIS, SUM_BYTES = 512;  // of a tile: matrices of 16 x 8 numbers, 16 bytes for each lane
-constexpr u32 MINUS_ZEROS = SINGLE ? 0x80000000 : 0x80008000;  // changes no sum
-constexpr float LOG_UNIT = SINGLE ? 1 : LOG2_E;
-constexpr int TOGETHER = SINGLE ? 2 : 1;  // halves of a tile whose own rows are loaded at once
+constexpr u32 MINUS_ZEROS = SINGLE ? 1u << 31 : 0x80008000;  // changes no sum
+constexpr float LOG_UNIT = SINGLE ? 1 : LOG2_E;        // base 2, but float32 would round again
+constexpr int TOGETHER = SINGLE ? 2 : 1;               // halves of a tile whose own rows are loaded at once
 constexpr int WARPS = THREADS / 32;
 constexpr int PARTS = BASES * N + 1;                 // gradients of the weights, and the sum of score gradients
 constexpr int VISITS = 2 * WARPS;                    // barriers of a tile, which its visitors use in turns
@@ -30,7 +30,7 @@ struct Backward {
     Weights weights;
     const u32* seed;
     const float* log_sum;
-    float2* statistics;   // (N * H, padded): logarithm of the sum, not of float32 in base 2, and readout x gradient
+    float2* statistics;   // (N * H, padded): logarithm of the sum over LOG_UNIT, and product of readout and gradient
     float4* query_sums;   // (N * H, tiles, CHUNKS, 32): what earlier thread blocks added, if there are several
     u32* turns;           // the numbers of thread blocks that started, and (N * H, tiles) that added
     float* weight_parts;  // (N * H, tiles of keys, PARTS)
@@ -88,30 +88,25 @@ KERNEL void attend_statistics(const Backward p) {
 #pragma unroll
     for (int distance = 1; distance < LANES; distance *= 2) total += shuffle_xor(total, distance);
     if (!exists || member) return;
-    const float log_sum = !SCORES && row < p.length ? p.log_sum[(i64)index * p.length + row] * LOG_UNIT : INFINITE;
+    const bool counts = !SCORES && row < p.length;
+    const float log_sum = counts ? p.log_sum[(i64)index * p.length + row] * LOG_UNIT : INFINITE;
     p.statistics[place] = make_float2(log_sum, total);
     if (row % ROWS == 0) p.turns[1 + place / ROWS] = 0;
 }
 
-// The sums of the derivatives of `dis` by 16 rows and N blocks. Half precision has them in a matrix. Float32 adds up what
-// a lane has: of its two rows, and of its columns, which are two of each half, for four blocks at a time.
+// The derivatives of `dis`, which are summed over queries and over keys. Half precision multiplies them by ones.
+// Float32 adds them up: in a lane for its two keys, and for its columns of each half, two queries by four blocks.
 struct Distances {
     u32 slopes[SINGLE ? 1 : N][SQUARE];
-    float columns[2][(N + 3) / 4][SINGLE ? 8 : 1];
+    float columns[2][(N + 3) / 4][8];
 
-    DEVICE void clear() {
-#pragma unroll
-        for (int i = 0; SINGLE && i < 16 * ((N + 3) / 4); ++i) columns[i % 2][i / 16][i / 2 % 8] = 0;
-    }
-
-    // Sums the columns over all lanes: as element half + 2 * (block / 4) of lane 8 * (block % 4) + 4 * (query % 2) + query / 2.
+    // Sums the columns over the keys: lane 8 * (block % 4) + 4 * (query % 2) + query / 2 gets half + 2 * (block / 4).
     DEVICE void sum_columns(float (&sums)[4], Lane lane) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i / 2 * 4 >= N) continue;
-            float(&x)[SINGLE ? 8 : 1] = columns[i % 2][i / 2];
+        for (int i = 0; i < (N > 4 ? 4 : 2); ++i) {
+            float(&x)[8] = columns[i % 2][i / 2];
 #pragma unroll
-            for (int count = 4; SINGLE && count; count /= 2) {
+            for (int count = 4; count; count /= 2) {
                 const bool upper = lane.row & count;
 #pragma unroll
                 for (int j = 0; j < count; ++j) {
@@ -318,8 +313,8 @@ struct OwnKeys {
                         slope = Number::fma(weights[i][block], grad, slope);
                         if (!DIS || i > 0) continue;
                         if (SINGLE) {
-                            key_sums[row * N % (SINGLE ? 2 * N : 4) + (SINGLE ? block : 0)] += bits_float(slope);
-                            distances.columns[half][block / 4][SINGLE ? block % 4 * 2 + side : 0] += bits_float(slope);
+                            key_sums[SINGLE ? row * N + block : 0] += bits_float(slope);
+                            distances.columns[half][block / 4][block % 4 * 2 + side] += bits_float(slope);
                         } else {
                             distances.slopes[SINGLE ? 0 : block][place] = slope;
                         }
@@ -333,8 +328,7 @@ struct OwnKeys {
     // Adds the gradients of all pairs with a tile of 16 queries from `query` on, as its visitor `number`.
     DEVICE void add_tile(int query, char* tile, u32 tile_address, u32 number) {
         u32 shares[SQUARE], slopes[N][SQUARE];
-        Distances distances;
-        distances.clear();
+        Distances distances = {};
 #pragma unroll
         for (int half = 0; half < 2; half += TOGETHER) {
             Similarities similarities[TOGETHER];

@@ -70,8 +70,7 @@ struct Sorter {
 //
 // A value carries a shift in its low five bits through the sort, four times the index of its block. A rank selects one
 // of eight bytes: low and high bytes of the weights are two tables.
-enum { TAGGED = 0, EXACT = 1 };  // or 2 or 4, if they have an order of their own
-
+// KIND is 2 or 4 for that number of blocks, else 1 for float32.
 template <int N, class Half, int KIND = N == 2 || N == 4 ? N : IS_FLOAT<Half>>
 struct RankedWeights {
     typedef u32 Order;  // four bits for the rank of a block
@@ -129,7 +128,7 @@ DEVICE u32 signs(float low, float high) {
 
 // Weights in float32: a pair at a time, of values that are compared in all bits. Four tables have a byte each.
 template <int N, class Number>
-struct RankedWeights<N, Number, EXACT> {
+struct RankedWeights<N, Number, 1> {
     typedef u32 Order;  // four bits for the rank of a block
     u32 tables[4][2];
 
@@ -138,7 +137,7 @@ struct RankedWeights<N, Number, EXACT> {
         for (int i = 0; i < 8; ++i) {
             u32 words[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) words[j] = i % 2 * 4 + j < N ? float_bits(u[i % 2 * 4 + j < N ? i % 2 * 4 + j : 0]) : 0;
+            for (int j = 0; j < 4; ++j) words[j] = float_bits(u[min(i % 2 * 4 + j, N - 1)]);
             const u32 selector = 0x40 + 0x11 * (i / 2);
             tables[i / 2][i % 2] = select_bytes(select_bytes(words[0], words[1], selector),
                                                 select_bytes(words[2], words[3], selector), 0x5410);
@@ -166,8 +165,8 @@ struct RankedWeights<N, Number, EXACT> {
 #pragma unroll
             for (int i = first; i < first + 4 && i < N; ++i) {
                 const u32 selector = i % 4 < 2 ? 0x5140 : 0x7362;
-                const u32 low = select_bytes(bytes[0], bytes[1], selector), high = select_bytes(bytes[2], bytes[3], selector);
-                weights[i] = select_bytes(low, high, i % 2 ? 0x7632 : 0x5410);
+                weights[i] = select_bytes(select_bytes(bytes[0], bytes[1], selector),
+                                          select_bytes(bytes[2], bytes[3], selector), i % 2 ? 0x7632 : 0x5410);
             }
         }
     }

@@ -64,8 +64,8 @@ DEVICE void copy_rows(u32 address, const char* data, i64 stride, int first, int 
     }
 }
 
-// Stores half of the negative squared norm of block `item / rows` of row `item % rows`, at NORM * item. In half precision
-// it has four numbers: (x, x', 1, 1) for own rows, (1, 1, x, x') for streamed ones, with x the upper bits and x' the rest.
+// Stores half of the negative squared norm of block `item / rows` of row `item % rows`, at NORM * item. Half precision
+// has four numbers: (x, x', 1, 1) for own rows, (1, 1, x, x') for streamed ones, with x the upper bits and x' the rest.
 template <bool OWN>
 DEVICE void store_norm(char* norms, const char* data, int rows, int item) {
     const uint4* units = (const uint4*)(data + item % rows * DIM_BYTES + item / rows * BYTES * SIZE);
