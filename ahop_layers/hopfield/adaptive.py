@@ -136,10 +136,9 @@ class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
         bases, init, debias: see :class:`~ahop_layers.AdaptiveSimilarity`; each head has its own weights. None means its
             default: the layer initially computes the same outputs as the layer it replaces.
         blocks: see :class:`~ahop_layers.AdaptiveSimilarity`. An integer is the number of blocks of one head, or of a
-            static pattern, which is not split into heads. ``"auto"``, the default, is the smallest number from 4 to 8
-            that divides 16 or more dimensions, and takes over the number of a state dict. None, and ``"auto"`` for
-            other dimensions, sorts every dimension: the full footprints of the paper, which a lookup of damaged rows
-            should use.
+            static pattern, which is not split into heads. ``"auto"`` is the smallest number from 4 to 8 that divides 16
+            or more dimensions, and takes over the number of a state dict. None, and ``"auto"`` for other dimensions, is
+            the full footprint of the paper, which a lookup of damaged rows should name.
         separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha), ``"argmax"``, or a
             :class:`~ahop_layers.Separation`.
         similarity: a module that scores ``(N, H, L, d)`` against ``(N, H, S, d)``, or a function of

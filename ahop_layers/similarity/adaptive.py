@@ -13,6 +13,7 @@ from ahop_layers.errors import (
     AHopError,
     broadcast_batch,
     check_choice,
+    check_divides,
     check_floating,
     check_given_sizes,
     check_numbers,
@@ -79,9 +80,8 @@ class AdaptiveSimilarity(Restored):
         blocks: the blocks of dimensions over which similarities are summed before they are sorted. None makes every
             dimension a block. An integer n, a divisor of d, means n consecutive blocks of equal width. An integer
             tensor or array ``(dim,)`` names the block of each dimension, from 0 to n - 1; see
-            :func:`~ahop_layers.patches`. ``"auto"`` is the smallest n from 4 to 8 that divides ``dim`` if ``dim`` is at
-            least 16, and None for other ``dim``; weights given as ``init``, and a state dict, replace that number.
-            :class:`~ahop_layers.Blocks` has further options.
+            :func:`~ahop_layers.patches`. ``"auto"`` is the number of ``init`` if it is a tensor, else the smallest n
+            from 4 to 8, see :class:`~ahop_layers.Blocks`, which has further options.
         device, dtype: device and dtype of the parameters.
 
     Attributes:
@@ -275,6 +275,7 @@ class AdaptiveSimilarity(Restored):
     def take_blocks_(self, n: int) -> None:
         """Changes the number of blocks that ``"auto"`` chose to n; ``w`` becomes zero, but stays the same parameter."""
         if n != self.w.shape[-1]:
+            check_divides(n, self.dim)
             self.blocks = Blocks("auto", self.blocks.normalize).chosen(self.dim, n)
             self.w.data, self.w.grad = self.w.new_zeros(*self.w.shape[:-1], n), None
 

@@ -29,9 +29,8 @@ class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
         given = as_blocks(blocks)
         n = None if given.is_auto else given.assignment
         # Twice the number of blocks stands in for the unknown dimension.
-        super().__init__(2 * n if n else 1, num_heads, bases, init, debias, given)
-        self.blocks = given
-        unknown = ("w" if n is None else "", "bias" if debias else "")
+        super().__init__(2 * n if n else 16 if given.is_auto else 1, num_heads, bases, init, debias, given)
+        self.blocks, unknown = given, ("w" if n is None else "", "bias" if debias else "")
         for name in filter(None, unknown):
             self.register_parameter(name, UninitializedParameter())  # type: ignore[arg-type]
 
