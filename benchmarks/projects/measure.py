@@ -29,6 +29,8 @@ NAMES = {
     "hopcpt": "HopCPT",
     "cpp_bag": "cpp_bag",
     "hop_vae": "Hop-VAE",
+    "hyper_pcm": "HyperPCM",
+    "denoising": "Hopfield-integrated-test",
 }
 PROJECTS = tuple(NAMES)
 
