@@ -9,7 +9,7 @@ import torch
 
 import ahop_layers as ah
 from benchmarks.projects import __main__ as command
-from benchmarks.projects import adaptive, cloob, measure, widths
+from benchmarks.projects import adaptive, cloob, measure
 from benchmarks.projects.project import adaptive_layers, plain_layers
 
 pytestmark = pytest.mark.slow
@@ -98,13 +98,11 @@ def test_the_baseline_is_hflayers_where_it_is_installed(tmp_path, monkeypatch):
         assert plain_layers().HopfieldLayer is int
 
 
-def test_the_command_measures_losses_accuracies_and_widths(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(widths, "WIDTHS", (16,))
+def test_the_command_measures_losses_and_accuracies(tmp_path, capsys):
     common = ["--projects", "latch_sequence", "--steps", "2", "--results", str(tmp_path)]
     for more, name, lines, shown in (
         ([], "projects", 1, "| hopfield-layers, latch sequences |"),
         (["--parts", "adaptive"], "projects_adaptive", 2 * len(adaptive.SYSTEMS), "latch sequences | 2 | 2 |"),
-        (["--parts", "widths"], "projects_widths", 1, "| 16 |"),
     ):
         command.main([*common, "--seeds", "2", *more])
         assert len((tmp_path / f"{name}.csv").read_text().splitlines()) == 1 + lines

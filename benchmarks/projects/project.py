@@ -1,11 +1,13 @@
 """Project: one use of Hopfield layers, and the three sets of layers it is trained with."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partialmethod
 from importlib import import_module
 from importlib.util import find_spec
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Generator, Tensor, nn
@@ -34,6 +36,17 @@ class Project:
     loss: Callable[[Any, Any], Tensor]
     blocks: int = 4
     lr: float = 1e-3
+
+
+def import_original(checkout: Path) -> ModuleType:
+    """Imports hflayers from a checkout of hopfield-layers, or exits."""
+    sys.path.insert(0, str(checkout))
+    try:
+        return import_module("hflayers")
+    except ImportError:
+        raise SystemExit(f"--original: expected a checkout of hopfield-layers, got {checkout}") from None
+    finally:
+        sys.path.pop(0)
 
 
 def plain_layers() -> SimpleNamespace:
