@@ -169,8 +169,8 @@ class AssociationCore(Associator):
         weights = apart if joint is None else torch.split_with_sizes(joint, rows)
         if bias is None:
             return [(weight, None) for weight in weights]
-        biases = torch.split_with_sizes(bias, (*rows, len(bias) - sum(rows)))  # a static value may have one, unused
-        return list(zip(weights, biases[:3], strict=True))
+        used = bias if len(bias) == sum(rows) else bias[: sum(rows)]  # a static value has one, which is never added
+        return list(zip(weights, torch.split_with_sizes(used, rows), strict=True))
 
     def _heads(self, projections: Sequence[Any], pattern: Tensor, part: int) -> Tensor:
         """Projects part 0, 1 or 2 (query, key, value) to heads: ``(N, rows, E) -> (N, H, rows, d)``."""
