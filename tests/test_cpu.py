@@ -382,7 +382,7 @@ def test_widths_that_differ_by_powers_of_two_share_an_exponential(n, d, missing)
             forget(0.3, query, key)
         weight = torch.zeros(len(widths), n, dtype=dtype)
         weight[:, -1] = torch.randn(len(widths))
-        weight[-1] = torch.rand(n)  # sorted, if there are ranks
+        weight[-1] = torch.rand(n) / n  # sorted, if there are ranks
         bases, scores = ("near",) * len(widths), []
         for wide, backend in ((dtype, "auto"), (torch.float64, "reference")):
             options = {"widths": widths.to(dtype).to(wide), "missing": missing, "backend": backend}
