@@ -227,7 +227,8 @@ class AssociativeMemory(Associator):
         if k > scorer.stored.count:
             raise AHopError(f"k must be at most the number of patterns, {scorer.stored.count}, got {k}")
         length = None if shortlist is None else self._length(shortlist, k)
-        asked, calibration = scorer.queries(x, f"search(k={k}, shortlist={length})"), self._calibration()
+        options = f"k={k}" if length is None else f"k={k}, shortlist={length}"
+        asked, calibration = scorer.queries(x, f"search({options})"), self._calibration()
         found = scorer.search(asked, int(k), length)  # PyTorch does not accept all integers of NumPy
         scores, indices = (as_given(x, asked.result(each)) for each in found)
         return Hits(scores, indices, Asked(x, scorer, asked, calibration))
