@@ -71,7 +71,7 @@ def test_no_assert_in_the_package():
 def test_public_names():
     names = """
         AHopError Adaptive AdaptiveAttention AdaptiveHopfield AdaptiveHopfieldLayer AdaptiveHopfieldPooling
-        AdaptiveSimilarity AssociativeMemory Blocks ImageSimilarity Report Separation adapt_ adaptive_similarity
+        AdaptiveSimilarity AssociativeMemory Blocks ImageSimilarity Repair Report Separation adapt_ adaptive_similarity
         association_maps backends footprint hflayers_state_dict install_as_hflayers load_similarities
         parameter_groups patches register_base register_converter revert_ save_similarities
         similarity_parameters variants

@@ -22,12 +22,13 @@ from ahop_layers.errors import (
     describe,
 )
 from ahop_layers.memory import storage
-from ahop_layers.memory.arrays import Array, as_given, as_indices, column_names, from_numpy
+from ahop_layers.memory.arrays import Array, as_given, as_indices, as_tensor, column_names, from_numpy
 from ahop_layers.memory.confidence import CALIBRATED, Asked, Calibration, Hits
 from ahop_layers.memory.fit import fit, progress_line
 from ahop_layers.memory.learn.auto import first_inverse_temperature
 from ahop_layers.memory.learn.solve import FitReport
 from ahop_layers.memory.parts import describe_parts, make_parts, named_similarity
+from ahop_layers.memory.repair import Mixture, Repaired
 from ahop_layers.memory.search import CHUNK_SCORES, QUERIES_AT_ONCE, Scorer
 from ahop_layers.memory.shards import Shards
 from ahop_layers.memory.storage import Stored, as_patterns, make_stored
@@ -116,6 +117,7 @@ class AssociativeMemory(Associator):
         self.register_buffer("foreign", torch.zeros(CALIBRATED, device=rows.device))
         # The number of patterns at the last fit, and of those added or removed since.
         self.register_buffer("fit_counts", torch.zeros(2, dtype=torch.int64, device=rows.device))
+        self.mixture = Mixture(stored.dim, wide, rows.device)
         sample = rows if rows.dtype == stored.dtype else stored.sample(stored.spread())
         self.similarity = named_similarity(similarity, sample, shape) if isinstance(similarity, str) else similarity
         self.separation = Separation(separation) if isinstance(separation, str) else separation
@@ -405,11 +407,43 @@ class AssociativeMemory(Associator):
                 shares = torch.linspace(0, 1, CALIBRATED, dtype=foreign.dtype, device=foreign.device)
                 self.foreign = foreign.quantile(shares).to(self.foreign)
                 self.calibration = self.calibration.new_tensor([calibration.factor, *calibration.weights])
-        return report
+            repair = self.mixture.learn_(self._scorer(), damage, self.beta.item(), int(seed))
+        return report._replace(repair=repair)
 
     def _scorer(self) -> Scorer:
         """Returns what scores queries against what is stored now."""
         return Scorer(self._stored, self.similarity)
+
+    def repair(self, x: Any) -> Repaired:
+        """Replaces values that are wrong or unknown by what similar patterns have in their place, with gradients.
+
+        Use it before a network that was trained on clean rows and is not to be trained again:
+        :class:`~ahop_layers.Repair` is the layer. Queries keep all values but NaN if nothing in them is suspicious, or
+        if damaged patterns like them did not come nearer to the truth in the last :meth:`fit`.
+
+        Args:
+            x: queries ``(..., d)``, or in the shape of the patterns.
+
+        Returns:
+            ``values``, in the shape and dtype of ``x``, and ``intact``, the probability of each given value.
+
+        >>> rows = torch.rand(200, 2) @ torch.rand(2, 16)
+        >>> memory = AssociativeMemory(rows[:190])
+        >>> report = memory.fit()
+        >>> query = rows[190:].clone()
+        >>> query[:, 0], query[:, 1] = torch.nan, 9.0
+        >>> values, intact = memory.repair(query)
+        >>> bool((values - rows[190:]).abs().max() < 1.0), bool((intact[:, 1] < 0.5).all())
+        (True, True)
+        """
+        scorer = Scorer(self._unsharded("repair"), self.similarity)
+        asked, stored = scorer.queries(x, "repair"), scorer.stored
+        given = as_tensor("queries x", x, stored.patterns.device, stored.columns)
+        values, intact = self.mixture(scorer, asked, given.reshape(-1, stored.dim), self.beta)
+        whole = not given.is_floating_point()
+        values = (values.round().clamp(0, 255) if whole else values).to(given.dtype)
+        results = (each.reshape(given.shape) for each in (values, intact.to(stored.dtype)))
+        return Repaired(*(as_given(x, each, stored.columns) for each in results))
 
     # What is stored.
 

@@ -22,7 +22,7 @@ from torch import Generator, Tensor, nn
 from ahop_layers.errors import AHopError, check_floating, check_numbers, check_seed, check_sizes, describe
 from ahop_layers.ops.reference import accumulation_dtype
 
-__all__ = ["Covered", "Missing", "Mixed", "Noisy", "Replaced", "Variant", "as_damage"]
+__all__ = ["Covered", "Missing", "Mixed", "Noisy", "Replaced", "Spiked", "Swapped", "Variant", "as_damage"]
 
 # A number, or a range ``(low, high)`` from which each query draws its own number uniformly.
 Level = float | tuple[float, float]
@@ -312,6 +312,55 @@ class Missing(_Drawn):
 
     def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
         return origin.masked_fill(draw.chosen(self.share), torch.nan)
+
+
+@dataclass(frozen=True)
+class Spiked(_Drawn):
+    """Adds 3 to 10 deviations of its column, with a random sign, to a share of the dimensions.
+
+    A call without :meth:`bind` takes the deviation of its rows.
+
+    >>> ((Spiked(0.5)(torch.rand(100, 8)) - 0.5).abs() > 0.5).sum(-1).unique()
+    tensor([4])
+    """
+
+    share: Level
+    deviation: Tensor | None = field(default=None, repr=False, kw_only=True)
+
+    def bind(self, patterns: Tensor) -> Variant:
+        """Takes the deviation from the patterns."""
+        rows = patterns.flatten(0, -2)
+        return replace(self, deviation=(rows - rows.nanmean(0)).square().nanmean(0).sqrt().nan_to_num(0.0))
+
+    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
+        deviation = self.bind(origin).deviation if self.deviation is None else self.deviation  # type: ignore[attr-defined]
+        sizes = draw.uniform(origin.shape[-1], -7.0, 7.0)
+        spikes = (sizes + 3.0 * torch.where(sizes < 0, -1.0, 1.0)) * deviation
+        return torch.where(draw.chosen(self.share), origin + spikes.to(origin.dtype), origin)
+
+
+@dataclass(frozen=True, eq=False)
+class Swapped(_Drawn):
+    """Gives a share of the dimensions the values that other patterns have there, each of another one.
+
+    A call without :meth:`bind` takes values from its rows.
+
+    >>> Swapped(1.0).bind(torch.tensor([[3.0, 5.0]]))(torch.zeros(1, 2))
+    tensor([[3., 5.]])
+    """
+
+    share: Level
+    others: Tensor | None = field(default=None, repr=False, kw_only=True)
+
+    def bind(self, patterns: Tensor) -> Variant:
+        """Takes values from the patterns."""
+        return replace(self, others=patterns.flatten(0, -2))
+
+    def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
+        others = origin.flatten(0, -2) if self.others is None else self.others
+        place = (draw.uniform(origin.shape[-1]) * len(others)).long().clamp(max=len(others) - 1)
+        values = others.gather(0, place.flatten(0, -2)).reshape(origin.shape)
+        return torch.where(draw.chosen(self.share), values, origin)
 
 
 @dataclass(frozen=True, eq=False)

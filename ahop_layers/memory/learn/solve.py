@@ -52,6 +52,7 @@ class FitReport(NamedTuple):
         chosen: the score that :meth:`~ahop_layers.AssociativeMemory.fit` chose; ``"start"`` is the one before it.
         queries: number of held-out queries.
         seconds: duration of the fit.
+        repair: what :meth:`~ahop_layers.AssociativeMemory.repair` does for damaged rows.
 
     >>> print(FitReport((("L1", 0.5), ("learned", 0.9)), "learned", 256, 1.25))
     accuracy on 256 held-out queries
@@ -64,11 +65,13 @@ class FitReport(NamedTuple):
     chosen: str
     queries: int
     seconds: float
+    repair: str = ""
 
     def __str__(self) -> str:
         lines = [f"{name:<14} {accuracy:.3f}" for name, accuracy in self.rows]
         if self.chosen != "learned" and "learned" in dict(self.rows):
             lines.append(f"learning does not pay here: {self.chosen} is as good and was chosen")
+        lines += [self.repair] if self.repair else []
         return "\n".join([f"accuracy on {self.queries} held-out queries", *lines, f"fitted in {self.seconds:.1f} s"])
 
 
