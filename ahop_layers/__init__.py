@@ -30,8 +30,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AHopError", "Adaptive", "AdaptiveAttention", "AdaptiveHopfield", "AdaptiveHopfieldLayer",
     "AdaptiveHopfieldPooling", "AdaptiveSimilarity", "AssociativeMemory", "Blocks", "ImageSimilarity", "Repair",
-    "Report", "Separation", "adapt_", "adaptive_similarity", "association_maps", "backends", "footprint", "hflayers_state_dict",
-    "install_as_hflayers", "load_similarities", "parameter_groups", "patches", "register_base",
+    "Report", "Separation", "adapt_", "adaptive_similarity", "association_maps", "backends", "footprint",
+    "hflayers_state_dict", "install_as_hflayers", "load_similarities", "parameter_groups", "patches", "register_base",
     "register_converter", "revert_", "save_similarities", "similarity_parameters", "variants",
 ]  # fmt: skip
 

@@ -23,7 +23,16 @@ from ahop_layers.memory.learn.questions import any_damage
 from ahop_layers.memory.learn.regression import minimize
 from ahop_layers.memory.search import Queries, Scorer
 from ahop_layers.memory.storage import Stored
-from ahop_layers.memory.variants import Missing, Spiked, Swapped, Variant, known_range
+from ahop_layers.memory.variants import (
+    Drifted,
+    Missing,
+    Replaced,
+    Saturated,
+    Spiked,
+    Swapped,
+    Variant,
+    known_range,
+)
 from ahop_layers.ops.reference import accumulation_dtype
 
 NEIGHBORS = 32  # most neighbors of a row
@@ -33,7 +42,7 @@ ROUNDS = 3  # number of times that neighbors are weighed and factors are solved 
 SHARES = 3  # number of steps of expectation maximization in each round
 WEIGHED = 2  # number of rounds in which neighbors are weighed
 FLOOR = 0.02  # smallest scale of an intact value, relative to the range of its column
-HELD = 640  # number of damaged rows from which everything is learned
+HELD = 896  # number of damaged rows from which everything is learned
 FEWEST = 16  # patterns that are needed for it
 CHUNK_NEAR = 2**22  # number of values of neighbors that are read at once, to bound memory
 FARTHEST = 1e4  # limit of changes in units of a column
@@ -41,6 +50,7 @@ LESS_ERROR = 0.8  # the gate is to be open where less than this share of the err
 GATES = (0.5, 0.6, 0.7, 0.8, 0.9)  # probabilities from which on the gate is open
 MANY = 0.01  # share of the damaged rows from which on rows of one kind must come nearer to the truth
 FEATURES = 7  # what the gate knows of a row
+GATE = 1 + FEATURES + FEATURES * (FEATURES + 1) // 2  # number of its weights: of 1, of features, and of products of two
 GRID = {  # candidates of each setting, the first one is the start
     "scale": (0.7, 0.5, 1.0),
     "sharpness": (0.5, 0.25, 1.0),
@@ -48,7 +58,7 @@ GRID = {  # candidates of each setting, the first one is the start
     "background": (1.0, 0.5, 2.0),
     "neighbors": (NEIGHBORS, NEIGHBORS // 4),
 }
-"""Factors of scales and of the log-likelihood of neighbors, share of even weight, factor of the wrong values' density."""
+"""Factors of scales and of log-likelihoods of neighbors, even weight, factor of the density of wrong values."""
 
 
 class Repaired(NamedTuple):
@@ -80,7 +90,7 @@ class Mixture(nn.Module):
     def __init__(self, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         shapes = {"factors": (FACTORS, dim), "views": (VIEWS, dim), "columns": (4, dim), "settings": (len(GRID),)}
-        for name, shape in (shapes | {"gate": (2 * FEATURES + 2,), "calibration": (2,)}).items():
+        for name, shape in (shapes | {"gate": (GATE + 2 * FEATURES + 1,), "calibration": (FEATURES + 3,)}).items():
             self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Mixture":
@@ -106,7 +116,7 @@ class Mixture(nn.Module):
                 found = self.mix(scorer.stored, known.to(self.columns.dtype), *hits, beta)
                 is_open = self.opens(found.features) >= self.gate[-1]
                 values.append(torch.where(is_open[:, None], found.repaired, found.filled))
-                intact.append(self.calibrated(found.intact).masked_fill(known.isnan(), 0.0))
+                intact.append(self.calibrated(found).masked_fill(known.isnan(), 0.0))
         return torch.cat(values), torch.cat(intact)
 
     def mix(self, stored: Stored, rows: Tensor, scores: Tensor, indices: Tensor, beta: Tensor | float) -> Found:
@@ -164,15 +174,20 @@ class Mixture(nn.Module):
         ]
         return Found(repaired, filled, intact, torch.stack(features, -1))
 
+    def scaled(self, features: Tensor) -> Tensor:
+        """Returns features of rows in units of their deviation at the fit."""
+        center, deviation = self.gate[GATE:-1].chunk(2)
+        return ((features - center) / deviation).clamp(-4, 4)
+
     def opens(self, features: Tensor) -> Tensor:
         """Returns the probability that changes bring a row nearer to the truth ``(L,)``."""
-        weight, center, bias = self.gate[:FEATURES], self.gate[FEATURES:-2], self.gate[-2]
-        return ((features - center) @ weight + bias).sigmoid()
+        return (_products(self.scaled(features)) @ self.gate[:GATE]).sigmoid()
 
-    def calibrated(self, intact: Tensor) -> Tensor:
-        """Returns calibrated probabilities."""
-        factor, bias = self.calibration.unbind()
-        return (factor * _logit(intact) + bias).sigmoid()
+    def calibrated(self, found: Found) -> Tensor:
+        """Returns calibrated probabilities ``(L, d)``: a value is suspicious in a suspicious row."""
+        row = self.scaled(found.features)
+        factor = self.calibration[0] + self.calibration[1] * row[:, :1]
+        return (factor * _logit(found.intact) + (row @ self.calibration[3:] + self.calibration[2])[:, None]).sigmoid()
 
     @torch.no_grad()
     def learn_(self, scorer: Scorer, damage: Any, beta: float, seed: int) -> str:
@@ -217,8 +232,6 @@ class Mixture(nn.Module):
                     best, lowest = changed, reached_loss
         self.settings.copy_(best)
         found = self._mix_all(stored, query, scores, indices, beta)
-        wrong, known = (query - truth).abs() > 1e-3 * unit, ~(query.isnan() | truth.isnan())
-        self._calibrate_(found.intact[known], ~wrong[known])
 
         def seen(rows: Tensor) -> Tensor:
             change = ((rows - truth) / unit).nan_to_num(0.0).clamp(-FARTHEST, FARTHEST)
@@ -226,6 +239,8 @@ class Mixture(nn.Module):
 
         before, after = seen(found.filled), seen(found.repaired)
         self._learn_gate_(found.features, before, after, kind)
+        exact = kind != 1  # the damage that was given may add noise to all values
+        self._calibrate_(Found(*(each[exact] for each in found)), query[exact], truth[exact])
         is_open = self.opens(found.features) >= self.gate[-1]
         if not is_open.any():
             return "repair changes unknown values only: it brings wrong ones no nearer to the truth"
@@ -244,8 +259,8 @@ class Mixture(nn.Module):
         center = patterns.nanmean(0).nan_to_num(0.0)
         low, high = known_range(patterns)
         span = (high - low).nan_to_num(0.0)
-        smallest = 1e-6 * patterns.nan_to_num(0.0).abs().amax(0)
-        span = torch.where(span > smallest, span, smallest.clamp(min=1e-30))  # a constant column
+        smallest = (1e-6 * patterns.nan_to_num(0.0).abs().amax(0)).maximum(1e-3 * span.mean()).clamp(min=1e-9)
+        span = torch.where(span > 0, span, smallest)  # a constant column
         near = stored.patterns[indices[:, : NEIGHBORS // 2]].to(truth.dtype)
         missed = (truth - torch.where(near.isnan(), center, near).mean(1)).nan_to_num(0.0)
         wide = missed.square().mean(0).sqrt().maximum(1e-3 * span)
@@ -260,20 +275,20 @@ class Mixture(nn.Module):
         self.views.zero_()
         self.views[: len(found)] = found
 
-    def _calibrate_(self, intact: Tensor, right: Tensor) -> None:
-        """Fits the two numbers that calibrate probabilities."""
-        step = max(1, len(intact) // 2**16)
-        logit, right = _logit(intact[::step]), right[::step].to(intact.dtype)
-        features = torch.stack([logit, torch.ones_like(logit)], -1)
-        self.calibration.copy_(_logistic(features, right))
+    def _calibrate_(self, found: Found, query: Tensor, truth: Tensor) -> None:
+        """Fits the weights that calibrate probabilities, after the gate."""
+        rows, columns = (~(query.isnan() | truth.isnan())).nonzero()[:: max(1, query.numel() // 2**16)].unbind(-1)
+        row, logit = self.scaled(found.features)[rows], _logit(found.intact[rows, columns])
+        features = torch.cat([torch.stack([logit, logit * row[:, 0], torch.ones_like(logit)], -1), row], -1)
+        self.calibration.copy_(_logistic(features, (query == truth)[rows, columns].to(logit.dtype)))
 
     def _learn_gate_(self, features: Tensor, before: Tensor, after: Tensor, kind: Tensor) -> None:
         """Learns where changes bring rows nearer, and from which probability on they do so for every kind of damage."""
-        center, deviation = features.mean(0), features.std(0).clamp(min=1e-6)
-        scaled = functional.pad((features - center) / deviation, (0, 1), value=1.0)
-        weight = _logistic(scaled, (after < LESS_ERROR * before).to(features.dtype))
+        self.gate[GATE:-1] = torch.cat([features.mean(0), features.std(0).clamp(min=1e-6)])
+        right = (after < LESS_ERROR * before).to(features.dtype)
+        self.gate[:GATE] = _logistic(_products(self.scaled(features)), right)
         chosen = 2.0  # closed
-        chance = (scaled @ weight).sigmoid()
+        chance = self.opens(features)
         for gate in reversed(GATES):
             is_open = chance >= gate
             groups = [is_open & (kind == each) for each in kind.unique()]
@@ -281,7 +296,7 @@ class Mixture(nn.Module):
             if any(harms):
                 break
             chosen = gate if is_open.any() else chosen
-        self.gate.copy_(torch.cat([weight[:-1] / deviation, center, weight[-1:], weight.new_tensor([chosen])]))
+        self.gate[-1] = chosen
 
 
 class Repair(nn.Module):
@@ -315,8 +330,8 @@ def _draw(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draws damaged patterns: their index, the number of their damage, and rows before and after it ``(n, d)``."""
     given = damage if isinstance(damage, Variant) else any_damage(shape, missing)
+    variants = [given, *(each((0.0, 0.8)) for each in (Replaced, Swapped, Saturated, Spiked, Drifted))]
     kinds: list[Callable[[Tensor, torch.Generator], Tensor]] = [lambda rows, _: rows]
-    variants = [given, any_damage((1,), missing), Swapped((0.0, 0.8)), Spiked((0.0, 0.6))]
     kinds += [each.bind(patterns) for each in [*variants, *([Missing((0.0, 0.8))] if missing else [])]]
     index = torch.randint(len(patterns), (HELD,), generator=generator, device=patterns.device)
     kind = torch.arange(HELD, device=patterns.device) % len(kinds)
@@ -334,6 +349,13 @@ def _components(rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
     count = min(most, len(variance) - 1)
     noise = variance[count:].sum() / max(1, rows.shape[1] - count)
     return vectors[:count], (variance[:count] - noise).clamp(min=0)
+
+
+def _products(row: Tensor) -> Tensor:
+    """Returns 1, features, and their products of two ``(L, GATE)``."""
+    one = functional.pad(row, (1, 0), value=1.0)
+    first, second = torch.triu_indices(FEATURES + 1, FEATURES + 1, device=row.device)
+    return one[:, first] * one[:, second]
 
 
 def _logit(chance: Tensor) -> Tensor:

@@ -22,7 +22,19 @@ from torch import Generator, Tensor, nn
 from ahop_layers.errors import AHopError, check_floating, check_numbers, check_seed, check_sizes, describe
 from ahop_layers.ops.reference import accumulation_dtype
 
-__all__ = ["Covered", "Missing", "Mixed", "Noisy", "Replaced", "Spiked", "Swapped", "Variant", "as_damage"]
+__all__ = [
+    "Covered",
+    "Drifted",
+    "Missing",
+    "Mixed",
+    "Noisy",
+    "Replaced",
+    "Saturated",
+    "Spiked",
+    "Swapped",
+    "Variant",
+    "as_damage",
+]
 
 # A number, or a range ``(low, high)`` from which each query draws its own number uniformly.
 Level = float | tuple[float, float]
@@ -265,8 +277,23 @@ class Replaced(_Drawn):
             if origin.numel() > origin.shape[-1]:
                 return self.bind(origin)(origin, draw.generator)
             raise AHopError("low and high must be given for a single row, got None: give them, or call bind(patterns)")
-        chosen, values = draw.chosen(self.share), torch.empty_like(origin).uniform_(generator=draw.generator)
+        chosen, values = draw.chosen(self.share), self._values(torch.empty_like(origin), draw.generator)
         return torch.where(chosen, self.low + (self.high - self.low) * values, origin)
+
+    def _values(self, like: Tensor, generator: Generator | None) -> Tensor:
+        return like.uniform_(generator=generator)
+
+
+@dataclass(frozen=True)
+class Saturated(Replaced):
+    """Replaces a share of the dimensions by ``low`` or ``high``, which are as in :class:`Replaced`.
+
+    >>> Saturated(1.0, low=0.0, high=1.0)(torch.full((1, 9), 3.0)).unique()
+    tensor([0., 1.])
+    """
+
+    def _values(self, like: Tensor, generator: Generator | None) -> Tensor:
+        return like.uniform_(generator=generator).round()
 
 
 @dataclass(frozen=True)
@@ -314,7 +341,7 @@ class Missing(_Drawn):
         return origin.masked_fill(draw.chosen(self.share), torch.nan)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Spiked(_Drawn):
     """Adds 3 to 10 deviations of its column, with a random sign, to a share of the dimensions.
 
@@ -325,18 +352,35 @@ class Spiked(_Drawn):
     """
 
     share: Level
-    deviation: Tensor | None = field(default=None, repr=False, kw_only=True)
+    others: Tensor | None = field(default=None, repr=False, kw_only=True)
 
     def bind(self, patterns: Tensor) -> Variant:
-        """Takes the deviation from the patterns."""
-        rows = patterns.flatten(0, -2)
-        return replace(self, deviation=(rows - rows.nanmean(0)).square().nanmean(0).sqrt().nan_to_num(0.0))
+        """Takes means and deviations from the patterns."""
+        return replace(self, others=patterns.flatten(0, -2))
 
     def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
-        deviation = self.bind(origin).deviation if self.deviation is None else self.deviation  # type: ignore[attr-defined]
-        sizes = draw.uniform(origin.shape[-1], -7.0, 7.0)
-        spikes = (sizes + 3.0 * torch.where(sizes < 0, -1.0, 1.0)) * deviation
-        return torch.where(draw.chosen(self.share), origin + spikes.to(origin.dtype), origin)
+        rows = origin.flatten(0, -2) if self.others is None else self.others
+        mean = rows.nanmean(0)
+        deviation = (rows - mean).square().nanmean(0).sqrt().nan_to_num(0.0)
+        return torch.where(draw.chosen(self.share), self._wrong(origin, draw, mean, deviation).to(origin.dtype), origin)
+
+    def _wrong(self, origin: Tensor, draw: _Draw, mean: Tensor, deviation: Tensor) -> Tensor:
+        size = draw.uniform(origin.shape[-1], -7.0, 7.0)
+        return origin + (size + 3.0 * torch.where(size < 0, -1.0, 1.0)) * deviation
+
+
+@dataclass(frozen=True, eq=False)
+class Drifted(Spiked):
+    """Multiplies the difference from the mean of a share of the dimensions by a gain, a quarter to four, of each row.
+
+    A call without :meth:`bind` takes the mean of its rows.
+
+    >>> Drifted(0.5).bind(torch.zeros(2, 8))(torch.ones(1, 8)).unique().shape
+    torch.Size([2])
+    """
+
+    def _wrong(self, origin: Tensor, draw: _Draw, mean: Tensor, deviation: Tensor) -> Tensor:
+        return mean + (origin - mean) * 2 ** draw.uniform(1, -2.0, 2.0)
 
 
 @dataclass(frozen=True, eq=False)
