@@ -158,6 +158,43 @@ def explanation(memory: AssociativeMemory, query: Any, index: int | None = None)
     return axes[0, 0].figure
 
 
+@torch.no_grad()
+def repair(memory: AssociativeMemory, query: Any) -> "Figure":
+    """Plots a query, the probability that each value is intact, and the repaired query.
+
+    Suspicious and unknown values, with a probability below one half, have another color in the bars of a row.
+
+    Args:
+        memory: an associative memory after a fit.
+        query: one query, an image if the patterns are images.
+
+    >>> import ahop_layers as ah
+    >>> memory = ah.AssociativeMemory(torch.rand(40, 2) @ torch.rand(2, 8))
+    >>> report = memory.fit()
+    >>> [axis.get_title() for axis in repair(memory, memory.patterns[3]).axes]
+    ['query', 'probability of being intact', 'repaired']
+    """
+    shape = memory.patterns.shape[1:]
+    given = torch.as_tensor(query)
+    if given.numel() != shape.numel():
+        raise AHopError(f"query must be one query of the shape {tuple(shape)}, got {describe(given)}")
+    values, intact = (torch.as_tensor(each).float().cpu().reshape(shape) for each in memory.repair(query))
+    shown = [given.reshape(shape).float().cpu().nan_to_num(0.0), intact, values]
+    is_image = len(shape) > 1
+    axes = _panels(1, 3, (2.2, 2.4)) if is_image else _panels(3, 1, (5.0, 1.1))
+    colors = [LINES["dis" if each < 0.5 else "dot"][0] for each in intact.flatten().tolist()]
+    for axis, each, title in zip(axes.flat, shown, ("query", "probability of being intact", "repaired"), strict=True):
+        if not is_image:
+            axis.bar(range(len(each)), each.numpy(), color=colors)
+            axis.set_title(title, fontsize="small")
+            _style(axis)
+        elif each is intact:
+            _show(axis, each.reshape(-1, *shape[-2:]).mean(0), title, cmap="inferno")
+        else:
+            _show(axis, _as_pixels(each), title)
+    return axes[0, 0].figure
+
+
 def _show(axis: "Axes", pixels: Tensor, title: str, cmap: str = "gray") -> None:
     """Draws an image without ticks."""
     axis.imshow(pixels.numpy(), cmap=cmap)

@@ -329,11 +329,12 @@ def measure(name: str, splits: Sequence[Split], options: Any, results: ResultTab
     shape, device = IMAGES.get(name), splits[0].stored.device
     kinds = [kind for kind in options.kinds if (kind != "covered" or shape) and (kind != "faults" or name == "sensors")]
     torch.manual_seed(0)
-    everyone, few = (Trainer(each, name, options.steps, device) for each in (splits, splits[: options.rivals]))
+    everyone = Trainer(splits, name, options.steps, device)
     dim, classes = splits[0].stored.shape[1], everyone.classes
     frozen = everyone.train(lambda: Classifier(dim, classes), [None])
     rivals: dict[str, Ensemble] = {}
     if options.rivals:
+        few = Trainer(splits[: options.rivals], name, options.steps, device)
         rivals["retrained"] = few.train(lambda: Classifier(dim, classes), kinds)
         rivals["wide"] = few.train(lambda: Classifier(dim, classes, 2 * WIDTH), kinds)
         rivals["autoencoder"] = few.train(lambda: Classifier(dim, dim, WIDTH), kinds, to=2)

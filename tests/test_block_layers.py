@@ -87,7 +87,8 @@ def test_users_see_patterns_in_their_own_order(blocks):
     memory, query = trained_memory(blocks), torch.randn(5, 8)
     patterns = memory.patterns.clone()
     memory.scores(patterns)
-    learned = {f"similarity.{name}" for name in memory.similarity.state_dict()}
+    parts = {"similarity": memory.similarity, "mixture": memory.mixture}
+    learned = {f"{part}.{name}" for part, module in parts.items() for name in module.state_dict()}
     assert set(memory.state_dict()) == {"patterns", "beta", "calibration", "foreign", "fit_counts", *learned}
     for stored in (memory.patterns, memory.state_dict()["patterns"]):
         assert torch.equal(stored, patterns)

@@ -12,16 +12,17 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from examples import demo, hopfield, mil, search, vit
+from examples import demo, hopfield, mil, repair, search, vit
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {path.stem: path for path in (ROOT / "examples").glob("*.py") if path.stem != "__init__"}
-MODULES = {module.__name__.rpartition(".")[2]: module for module in (demo, hopfield, mil, search, vit)}
+MODULES = {module.__name__.rpartition(".")[2]: module for module in (demo, hopfield, mil, repair, search, vit)}
 RUNS = {  # example -> arguments of a short run, a line that it prints, and the pictures that it writes
     "hopfield": ("--bags 64 --epochs 1", r"outputs differ after the switch +0\.0e\+00", ["hopfield"]),
     "mil": ("--fast-dev-run", r"adaptive +[01]\.\d{4}", ["adaptive/roc", "adaptive/instances"]),
+    "repair": ("--steps 200", r"replaced, with ah\.Repair +0\.\d{3}", ["repair", "accuracy"]),
     "search": ("--patterns 60 --seeds 1", r"70% +[01]\.\d{3} +[01]\.\d{3} +[01]\.\d{3}", ["search"]),
     "vit": ("--fast-dev-run", r"adaptive +[01]\.\d{4}", ["dot/confusion", "adaptive/maps", "adaptive/weights"]),
 }
@@ -87,6 +88,15 @@ def test_search_finds_more_and_draws_its_answers(tmp_path, monkeypatch, small_fi
     assert [[text.get_text() for text in axis.texts] for axis in axes[13:16]] == [[], ["\u2713"], ["\u2717"]]
     for axis, digit in zip(axes[14:], digits, strict=True):
         assert torch.equal(torch.from_numpy(axis.images[0].get_array().data).flatten(), digit)
+
+
+def test_repair_keeps_what_the_network_reads(tmp_path, small_fit):
+    found = repair.main(["--steps", "400", "--out", str(tmp_path)])
+    for kind in repair.DAMAGES:
+        alone, repaired = (found[f"{kind}, {name}"] for name in ("network alone", "with ah.Repair"))
+        assert repaired[0] > alone[0] - 0.01
+        assert min(repaired[at] - alone[at] for at in (1, 2)) > 0.02
+    assert found["replaced, with ah.Repair"][1] > 0.8
 
 
 def test_a_switched_model_computes_the_same_and_learns(tmp_path, monkeypatch):

@@ -151,3 +151,26 @@ def test_an_explanation_shows_query_pattern_and_contributions(shape):
     assert plots.explanation(memory, query, index=2).axes[1].get_title() == "pattern 2"
     with pytest.raises(ah.AHopError, match="query must be one query of the shape"):
         plots.explanation(memory, memory.patterns[:2])
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 4)])
+def test_a_repair_shows_query_probabilities_and_repaired_values(shape, small_fit):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(60, 2, generator=generator) @ torch.rand(2, 12, generator=generator)
+    memory = ah.AssociativeMemory(rows.reshape(-1, *shape))
+    memory.fit()
+    query = memory.patterns[4].clone()
+    query.view(-1)[:2] = torch.tensor([9.0, torch.nan])
+    values, intact = memory.repair(query)
+    axes = plots.repair(memory, query).axes
+    assert [axis.get_title() for axis in axes] == ["query", "probability of being intact", "repaired"]
+    if len(shape) == 1:
+        heights = [[bar.get_height() for bar in axis.patches] for axis in axes]
+        for drawn_values, expected in zip(heights, (query.nan_to_num(0.0), intact, values), strict=True):
+            np.testing.assert_allclose(drawn_values, expected, rtol=1e-5, atol=1e-6)
+        marked = [bar.get_facecolor() != axes[0].patches[-1].get_facecolor() for bar in axes[0].patches]
+        assert marked == ((intact < 0.5) != (intact[-1] < 0.5)).tolist()
+    else:
+        np.testing.assert_allclose(axes[1].images[0].get_array(), intact, rtol=1e-5)
+    with pytest.raises(ah.AHopError, match="query must be one query of the shape"):
+        plots.repair(memory, memory.patterns[:2])

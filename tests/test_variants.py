@@ -25,6 +25,10 @@ DAMAGES = {
     "replaced": v.Replaced((0.1, 0.6), 0.0, 1.0),
     "replaced, range of the patterns": v.Replaced((0.1, 0.6)),
     "missing": v.Missing((0.1, 0.9)),
+    "swapped": v.Swapped((0.1, 0.6)).bind(uniform(20, 48)),
+    "saturated": v.Saturated((0.1, 0.6)),
+    "spiked": v.Spiked((0.1, 0.6)),
+    "drifted": v.Drifted((0.1, 0.6)),
     "custom": v.as_damage(lambda origin, generator: origin + torch.empty_like(origin).normal_(generator=generator)),
     "composed": v.as_damage([v.Noisy(0.1), v.Replaced(0.3), lambda x: x + torch.randn(x.shape).to(x)]),
 }

@@ -11,7 +11,7 @@ the mixture found in a row, is learned from the same rows: where it is closed, o
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,7 @@ class Found(NamedTuple):
 class Mixture(nn.Module):
     """The parameters of repair, all buffers; zero until :meth:`learn_`."""
 
+    _ranges: ClassVar[dict[str, str]] = {}  # loaded buffers must be finite
     factors: Tensor
     views: Tensor
     columns: Tensor
@@ -193,8 +194,8 @@ class Mixture(nn.Module):
     def learn_(self, scorer: Scorer, damage: Any, beta: float, seed: int) -> str:
         """Learns all parameters from damaged patterns, and returns what :class:`FitReport` says of it."""
         stored, like = scorer.stored, self.columns
-        for tensor in self.buffers():
-            tensor.zero_()
+        for name, tensor in self.named_buffers():
+            setattr(self, name, torch.zeros_like(tensor))
         generator = torch.Generator(like.device).manual_seed(seed ^ 0x2F6B1D03)
         kept = some_patterns(stored.count, stored.dim, generator)
         if len(kept) < FEWEST:
@@ -251,7 +252,7 @@ class Mixture(nn.Module):
         """Repairs rows in chunks."""
         size = max(1, CHUNK_NEAR // (scores.shape[1] * stored.dim))
         parts = zip(*(torch.split(each, size) for each in (query, scores, indices)), strict=True)
-        chunks = [self.mix(stored, *part, beta) for part in parts]
+        chunks = [self.mix(stored, rows, own, place, beta) for rows, own, place in parts]
         return Found(*(torch.cat(each) for each in zip(*chunks, strict=True)))
 
     def _learn_columns_(self, patterns: Tensor, stored: Stored, truth: Tensor, indices: Tensor) -> None:
@@ -291,7 +292,7 @@ class Mixture(nn.Module):
         chance = self.opens(features)
         for gate in reversed(GATES):
             is_open = chance >= gate
-            groups = [is_open & (kind == each) for each in kind.unique()]
+            groups = [is_open & (kind == each) for each in range(int(kind.max()) + 1)]
             harms = [bool(after[rows].sum() > before[rows].sum()) for rows in groups if rows.sum() > len(rows) * MANY]
             if any(harms):
                 break
