@@ -25,7 +25,7 @@ DAMAGES = {
     "replaced": v.Replaced((0.1, 0.6), 0.0, 1.0),
     "replaced, range of the patterns": v.Replaced((0.1, 0.6)),
     "missing": v.Missing((0.1, 0.9)),
-    "swapped": v.Swapped((0.1, 0.6)).bind(uniform(20, 48)),
+    "swapped": v.Swapped((0.1, 0.6)),
     "saturated": v.Saturated((0.1, 0.6)),
     "spiked": v.Spiked((0.1, 0.6)),
     "drifted": v.Drifted((0.1, 0.6)),

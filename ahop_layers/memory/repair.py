@@ -30,7 +30,7 @@ from ahop_layers.memory.variants import (
     Saturated,
     Spiked,
     Swapped,
-    Variant,
+    as_damage,
     known_range,
 )
 from ahop_layers.ops.reference import accumulation_dtype
@@ -330,7 +330,8 @@ def _draw(
     patterns: Tensor, damage: Any, shape: tuple[int, ...], missing: bool, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draws damaged patterns: their index, the number of their damage, and rows before and after it ``(n, d)``."""
-    given = damage if isinstance(damage, Variant) else any_damage(shape, missing)
+    is_damage = any(map(callable, damage)) if isinstance(damage, (tuple, list)) else damage is not None
+    given = as_damage(damage).of_shape(shape) if is_damage else any_damage(shape, missing)
     variants = [given, *(each((0.0, 0.8)) for each in (Replaced, Swapped, Saturated, Spiked, Drifted))]
     kinds: list[Callable[[Tensor, torch.Generator], Tensor]] = [lambda rows, _: rows]
     kinds += [each.bind(patterns) for each in [*variants, *([Missing((0.0, 0.8))] if missing else [])]]
