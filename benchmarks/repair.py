@@ -33,6 +33,7 @@ from benchmarks.paper.tabular import data as tabular
 from benchmarks.robust.tasks import images
 
 V = ah.variants
+NETWORKS = ("retrained", "wide", "autoencoder", "cnn")
 SPLITS_TRAINED = 3  # splits for which rivals are trained
 LEVELS = {"uniform": (0.0, 0.3, 0.5, 0.7, 0.8), "swapped": (0.3, 0.5, 0.7), "missing": (0.3, 0.6)}
 OTHER_LEVELS = (0.3, 0.6)
@@ -305,6 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of damage (default: all)")
     add("--splits", type=int, default=5, help="number of random splits (default: %(default)s)")
     add("--rivals", type=int, default=SPLITS_TRAINED, help="splits with trained rivals (default: %(default)s)")
+    add("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="trained rivals (default: all)")
     add("--steps", type=int, default=STEPS, help="training steps of networks (default: %(default)s)")
     add("--as-rows", action="store_true", help="store images as rows")
     add("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
@@ -313,7 +315,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     results, device = ResultTable(options.output, options.device), torch.device(options.device)
     for name in options.sets:
-        if results.has({"data": name, "split": options.splits - 1, "as_rows": int(options.as_rows)}):
+        last = {"data": name, "as_rows": int(options.as_rows), "split": options.splits - 1}
+        if all(results.has(last | {"kind": kind}) for kind in kinds_of(name, options.kinds)):
             continue
         began = time.perf_counter()
         with explain_missing_data():
@@ -324,10 +327,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(report(results.own_rows))
 
 
+def kinds_of(name: str, kinds: Sequence[str]) -> list[str]:
+    """Returns the kinds of damage that a data set can have."""
+    return [kind for kind in kinds if (kind != "covered" or name in IMAGES) and (kind != "faults" or name == "sensors")]
+
+
 def measure(name: str, splits: Sequence[Split], options: Any, results: ResultTable) -> None:
     """Measures all kinds of damage of one data set."""
     shape, device = IMAGES.get(name), splits[0].stored.device
-    kinds = [kind for kind in options.kinds if (kind != "covered" or shape) and (kind != "faults" or name == "sensors")]
+    kinds = kinds_of(name, options.kinds)
     torch.manual_seed(0)
     everyone = Trainer(splits, name, options.steps, device)
     dim, classes = splits[0].stored.shape[1], everyone.classes
@@ -335,11 +343,14 @@ def measure(name: str, splits: Sequence[Split], options: Any, results: ResultTab
     rivals: dict[str, Ensemble] = {}
     if options.rivals:
         few = Trainer(splits[: options.rivals], name, options.steps, device)
-        rivals["retrained"] = few.train(lambda: Classifier(dim, classes), kinds)
-        rivals["wide"] = few.train(lambda: Classifier(dim, classes, 2 * WIDTH), kinds)
-        rivals["autoencoder"] = few.train(lambda: Classifier(dim, dim, WIDTH), kinds, to=2)
-        if shape:
-            rivals["cnn"] = few.train(lambda: Convolutional(shape, classes), kinds)
+        made: dict[str, Callable[[], nn.Module]] = {
+            "retrained": lambda: Classifier(dim, classes),
+            "wide": lambda: Classifier(dim, classes, 2 * WIDTH),
+            "autoencoder": lambda: Classifier(dim, dim),
+            "cnn": lambda: Convolutional(shape, classes),
+        }
+        for rival in options.networks if shape else [each for each in options.networks if each != "cnn"]:
+            rivals[rival] = few.train(made[rival], kinds, to=2 if rival == "autoencoder" else 1)
     for number, split in enumerate(splits):
         rows = split.stored if shape is None or options.as_rows else split.stored.reshape(-1, *shape)
         memory = ah.AssociativeMemory(rows)
@@ -347,9 +358,12 @@ def measure(name: str, splits: Sequence[Split], options: Any, results: ResultTab
         said = memory.fit(seed=number).repair
         key: dict[str, Any] = {"data": name, "as_rows": int(options.as_rows), "split": number}
         print(f"{name}, split {number}: fitted in {time.perf_counter() - began:.1f} s; {said}", flush=True)
-        generator = torch.Generator(device).manual_seed(number)
         for at, kind in enumerate(kinds):
             for level in LEVELS.get(kind, OTHER_LEVELS):
+                cell = key | {"kind": kind, "level": level}
+                if results.has(cell):
+                    continue
+                generator = torch.Generator(device).manual_seed(1000 * number + round(100 * level))
                 query = damage(kind, level, split.stored, shape)(split.asked, generator)
                 query[:, 0] = torch.where(query.isnan().all(1), split.asked[:, 0], query[:, 0])
                 inputs, extra = answers(memory, split, query, shape, impute=kind == "missing" and number == 0)
@@ -364,7 +378,6 @@ def measure(name: str, splits: Sequence[Split], options: Any, results: ResultTab
                         found[rival] = accuracy_of(network, place, given, split.target)
                 nearest = split.labels[memory.search(query).indices[:, 0]]
                 found["nearest"] = (nearest == split.target).double().mean().item()
-                cell = key | {"kind": kind, "level": level}
                 results.add_figures(cell, {f"accuracy {method}": value for method, value in found.items()} | extra)
 
 
