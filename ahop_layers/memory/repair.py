@@ -332,7 +332,7 @@ def _draw(
     """Draws damaged patterns: their index, the number of their damage, and rows before and after it ``(n, d)``."""
     is_damage = any(map(callable, damage)) if isinstance(damage, (tuple, list)) else damage is not None
     given = as_damage(damage).of_shape(shape) if is_damage else any_damage(shape, missing)
-    variants = [given, *(each((0.0, 0.8)) for each in (Replaced, Swapped, Saturated, Spiked, Drifted))]
+    variants = [given, *(each((0.0, 0.9)) for each in (Replaced, Swapped, Saturated, Spiked, Drifted))]
     kinds: list[Callable[[Tensor, torch.Generator], Tensor]] = [lambda rows, _: rows]
     kinds += [each.bind(patterns) for each in [*variants, *([Missing((0.0, 0.8))] if missing else [])]]
     index = torch.randint(len(patterns), (HELD,), generator=generator, device=patterns.device)

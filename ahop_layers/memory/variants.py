@@ -347,7 +347,8 @@ class Spiked(_Drawn):
 
     A call without :meth:`bind` takes the deviation of its rows.
 
-    >>> ((Spiked(0.5)(torch.rand(100, 8)) - 0.5).abs() > 0.5).sum(-1).unique()
+    >>> rows = torch.rand(100, 8)
+    >>> ((Spiked(0.5)(rows) - rows).abs() > 0.5).sum(-1).unique()
     tensor([4])
     """
 
