@@ -53,12 +53,17 @@ FEATURES = 7  # what the gate knows of a row
 GATE = 1 + FEATURES + FEATURES * (FEATURES + 1) // 2  # number of its weights: of 1, of features, and of products of two
 GRID = {  # candidates of each setting, the first one is the start
     "scale": (0.7, 0.5, 1.0),
-    "sharpness": (0.5, 0.25, 1.0),
+    "sharpness": (0.5, 0.0, 0.25, 1.0),
     "even": (0.2, 0.0, 0.5),
     "background": (1.0, 0.5, 2.0),
-    "neighbors": (NEIGHBORS, NEIGHBORS // 4),
+    "neighbors": (NEIGHBORS, NEIGHBORS // 4, NEIGHBORS // 2),
+    "local": (0.0, 0.5, 1.0),
+    "trust": (0.0, 1.0),
+    "linear": (1.0, 0.0),
 }
-"""Factors of scales and of log-likelihoods of neighbors, even weight, factor of the density of wrong values."""
+"""Factors of scales and of log-likelihoods of neighbors, even weight, factor of the density of wrong values; number of
+neighbors, share of their own spread in the scales, factor of their scores, and of the principal components."""
+NEAR = (0.7, 0.0, 0.2, 1.0, NEIGHBORS // 2, 1.0, 1.0, 0.0)  # another start: neighbors alone, as they were found
 
 
 class Repaired(NamedTuple):
@@ -122,7 +127,7 @@ class Mixture(nn.Module):
 
     def mix(self, stored: Stored, rows: Tensor, scores: Tensor, indices: Tensor, beta: Tensor | float) -> Found:
         """Repairs ``rows (L, d)`` with the neighbors ``indices (L, k)``."""
-        scale, sharpness, even, background, count = self.settings.unbind()
+        scale, sharpness, even, background, count, local, trusted, linear = self.settings.unbind()
         center, span, wide, narrow = self.columns.unbind()
         near = stored.patterns[indices].to(rows.dtype)
         near = torch.where(near.isnan(), center, near) if stored.unknown else near
@@ -136,13 +141,15 @@ class Mixture(nn.Module):
         unknown = rows.isnan()
         known, x = (~unknown).to(rows.dtype), torch.where(unknown, center, rows)
         density, counted = background / span, known.sum(-1, keepdim=True).clamp(min=1)
-        weight = weigh(beta * scores.to(rows.dtype).nan_to_num(0.0, 0.0, 0.0))
+        logits = beta * scores.to(rows.dtype).nan_to_num(0.0, 0.0, 0.0)
+        weight = weigh(logits)
         change, share = torch.zeros_like(x), x.new_full((len(x), 1), 0.5)
         outer = (self.factors[:, None] * self.factors).flatten(0, 1)
         eye = torch.eye(FACTORS, dtype=x.dtype, device=x.device)
         for turn in range(ROUNDS + 1):
             mean = (weight[:, None] @ near)[:, 0]
-            width = scale * (wide if turn == 0 else narrow) + FLOOR * span
+            spread = (weight[:, None] @ (near - mean[:, None]).abs())[:, 0]
+            width = scale * (local * spread + (1 - local) * (wide if turn == 0 else narrow)) + FLOOR * span
             likely = torch.exp(-(x - mean - change).abs() / width) / (2 * width)
             for _ in range(SHARES):
                 kept = (1 - share) * likely
@@ -152,13 +159,13 @@ class Mixture(nn.Module):
                 break
             if turn < WEIGHED:  # the logarithm of a mixture is about its largest part: a clipped difference
                 most = ((1 - share) / (2 * width * share * density)).log().clamp(min=0) * known
-                gaps = ((x[:, None] - near).abs() / width).minimum(most[:, None])
-                weight = weigh(-sharpness * gaps.sum(-1))
+                gaps = ((x[:, None] - near).abs() / width[:, None]).minimum(most[:, None])
+                weight = weigh(trusted * logits - sharpness * gaps.sum(-1))
                 mean = (weight[:, None] @ near)[:, 0]
             trust = intact / (narrow + FLOOR / 4 * span).square()
             system = (trust @ outer.mT).reshape(-1, FACTORS, FACTORS) + eye
             wanted = (trust * (x - mean)) @ self.factors.mT
-            change = torch.linalg.solve(system, wanted) @ self.factors
+            change = linear * torch.linalg.solve(system, wanted) @ self.factors
         estimate = mean + change
         repaired, filled = intact * x + (1 - intact) * estimate, torch.where(unknown, estimate, x)
         unit = wide + FLOOR * span
@@ -222,15 +229,18 @@ class Mixture(nn.Module):
             self.settings.copy_(settings)
             return error(self._mix_all(stored, query, scores, indices, beta).repaired).mean().item()
 
-        best = like.new_tensor([values[0] for values in GRID.values()])
-        lowest = loss(best)
-        for place, values in enumerate(GRID.values()):
-            for value in values[1:]:
-                changed = best.clone()
-                changed[place] = value
-                reached_loss = loss(changed)
-                if reached_loss < lowest:
-                    best, lowest = changed, reached_loss
+        def descend(start: Tensor) -> tuple[float, Tensor]:
+            best, lowest = start, loss(start)
+            for place, values in enumerate(GRID.values()):
+                for value in values:
+                    changed = best.clone()
+                    changed[place] = value
+                    if value != best[place] and (found := loss(changed)) < lowest:
+                        best, lowest = changed, found
+            return lowest, best
+
+        starts = [like.new_tensor(each) for each in ([values[0] for values in GRID.values()], NEAR)]
+        best = min(map(descend, starts), key=lambda each: each[0])[1]
         self.settings.copy_(best)
         found = self._mix_all(stored, query, scores, indices, beta)
 
