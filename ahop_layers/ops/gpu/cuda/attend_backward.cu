@@ -16,6 +16,9 @@ constexpr int TOGETHER = SINGLE ? 2 : 1;               // halves of a tile whose
 constexpr int WARPS = THREADS / 32;
 constexpr int PARTS = BASES * N + 1;                 // gradients of the weights, and the sum of score gradients
 constexpr int VISITS = 2 * WARPS;                    // barriers of a tile, which its visitors use in turns
+// Tiles of queries whose gradients of the weights a lane sums: the similarities may have a large mean, beside which a
+// longer sum in float32 would lose digits of their differences.
+constexpr int SUMMED = SINGLE ? 4 : 1 << 30;
 constexpr int DELAY = 2;                             // steps from the last visit of a tile until it is stored
 // Shared memory holds own tiles (keys, values, norms), and tiles of queries (queries, gradients, norms, statistics,
 // barriers, sums).
@@ -153,6 +156,7 @@ struct OwnKeys {
     int first;        // index of the first key
     float factor;     // of the shares that dropout keeps
     float exponents[BASES][N], weight_grad[BASES][N], score_grad;
+    bool stored;      // a part of the gradients of the weights
     RankedWeights<N, Number> ranked[BASES];
     float key_grad[CHUNKS][4], value_grad[WIDTH_CHUNKS][4], key_sums[SINGLE ? 2 * N : 4];
 
@@ -206,6 +210,7 @@ struct OwnKeys {
         float u[BASES][N];
         load_weights(u, p.weights, h, p.scaling);
         score_grad = 0;
+        stored = false;
 #pragma unroll
         for (int i = 0; i < BASES; ++i) {
             ranked[i].set(u[i]);
@@ -214,21 +219,24 @@ struct OwnKeys {
         }
     }
 
-    // Stores the gradients of the weights and of the scores, summed over the warp.
+    // Stores the gradients of the weights and of the scores, summed over the warp, or adds them to what it stored.
     DEVICE void store_weights(float* parts) {
-        const float all = sum_warp(score_grad);
-        if (lane.index == 0) parts[BASES * N] = all;
+        auto store = [&](int i, float x) {
+            if (lane.index == 0) parts[i] = SINGLE && stored ? parts[i] + x : x;
+        };
+        store(BASES * N, sum_warp(score_grad));
+        score_grad = 0;
 #pragma unroll
         for (int i = 0; i < BASES; ++i) {
             const int place = BASES == 2 ? i ^ DIS_AT : i;
             float totals[N];
 #pragma unroll
-            for (int j = 0; j < N; ++j) totals[j] = sum_warp(weight_grad[i][j]);
+            for (int j = 0; j < N; ++j) totals[j] = sum_warp(weight_grad[i][j]), weight_grad[i][j] = 0;
             RankedWeights<N, Number>::undo(totals);
 #pragma unroll
-            for (int j = 0; j < N; ++j)
-                if (lane.index == 0) parts[place * N + j] = DIS && i == 0 ? 2 * totals[j] : totals[j];
+            for (int j = 0; j < N; ++j) store(place * N + j, DIS && i == 0 ? 2 * totals[j] : totals[j]);
         }
+        stored = true;
     }
 
     // Computes the similarities and the gradients of shares of TOGETHER times 8 queries, from half `half` of a tile on.
@@ -593,10 +601,9 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
                     own.add_tile(query, tile, address, visit);
                 }
                 query += ROWS;
-                if (query >= p.length) {
+                if (query >= p.length || (SINGLE && step % SUMMED == SUMMED - 1))
                     own.store_weights(p.weight_parts + ((i64)index * tiles_of(p.count) + own.first / ROWS) * PARTS);
-                    query = ring.first_query * ROWS, ++index;
-                }
+                if (query >= p.length) query = ring.first_query * ROWS, ++index;
                 if (++place == p.slots) place = 0, ++turn;
             }
             own.finish(p, n, head % key_heads);
