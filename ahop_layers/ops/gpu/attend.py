@@ -22,7 +22,7 @@ KEYS = 32  # of a tile of the forward kernel
 SMALL_BYTES = 896  # of a key and a value, of which 99 KiB of shared memory hold enough
 SCORE_WARPS = 4  # of a thread block that scores without attention
 RESERVED = 1024  # bytes of shared memory that the driver keeps for each thread block
-BACKWARD_WARPS = 8  # of a thread block, at most
+BACKWARD_WARPS, MORE_BACKWARD_WARPS = 8, 12  # of a thread block, at most
 LEAST_SLOTS = 4  # of the ring of the backward kernel
 MOST_PLANS = 4096
 
@@ -173,11 +173,13 @@ class AttentionPlan:
         n, dims, heads = self.shape.n, self.shape.n * self.shape.size, self.batch * self.heads
         tile = ROWS * (self.row + 8) + 16 + 512 * (dims // CHUNK + has_dis)
         room = min(self.limits.thread_block, self.limits.multiprocessor - RESERVED) - 16
-        warps, own = BACKWARD_WARPS, ROWS * self.row
-        while warps > 1 and warps * own + LEAST_SLOTS * (tile + 16 * warps) > room:
-            warps //= 2
+        own, key_tiles = ROWS * self.row, -(-self.count // ROWS)
+        # Float32 waits longer for sums and loads, which more warps hide; for few keys or queries they have no work.
+        many = self.itemsize == 4 and n <= 4 and min(self.tiles, key_tiles) > 2 * MORE_BACKWARD_WARPS
+        choices = (MORE_BACKWARD_WARPS,) * many + (BACKWARD_WARPS, 4, 2)
+        warps = next((w for w in choices if w * own + LEAST_SLOTS * (tile + 16 * w) <= room), 1)
         tile += 16 * warps  # barriers
-        fitting, key_tiles = (room - warps * own) // tile, -(-self.count // ROWS)
+        fitting = (room - warps * own) // tile
         # A thread block has all keys of a head if its queries fit and there are enough heads. It has several heads if
         # warps without keys in the last round can load the next one.
         alone = self.tiles <= fitting and self.group == 1 and heads >= self.limits.multiprocessors
