@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ahop_layers.ops.dropout import scale, threshold
 from ahop_layers.ops.gpu import nvrtc
@@ -47,17 +46,7 @@ class Limits(NamedTuple):
     multiprocessors: int
 
 
-Place = tuple[int, int, int, int]
-"""The address of a tensor ``(N, H, L, d)`` and its strides in bytes, except for adjacent numbers."""
-
-NOWHERE: Place = (0, 0, 0, 0)
-
-
-class PaddedRows(NamedTuple):
-    """A tensor ``(N, H, L, d)`` with rows of adjacent numbers, and its place."""
-
-    tensor: Tensor
-    place: Place
+Tensors = tuple[Tensor | None, ...]
 
 
 class Weights:
@@ -117,7 +106,7 @@ class AttentionPlan:
         query, key, value, weight, mask, _, bases, causal, dropout, *_ = call
         n, d, width = weight.shape[-1], query.shape[-1], value.shape[-1]
         self.shape = shape = kernel_shape(n, d // n, width)
-        self.is_padded = n * shape.size > d, shape.width > width
+        self.units = _unit(query.element_size() * (d // n)), _unit(query.element_size() * width)
         self.device, self.limits, self.itemsize = query.device, _limits(query.device), query.element_size()
         self.kernels: dict[str, nvrtc.Kernel] = {}
         (self.batch, self.heads, self.length, _), (_, key_heads, self.count, _) = query.shape, key.shape
@@ -127,6 +116,8 @@ class AttentionPlan:
             "blocks": n,
             "size": shape.size,
             "width": shape.width,
+            "part": d // n,
+            "value": width,
             "dot": "dot" in bases,
             "dis": has_dis,
             "dis_at": bases.index("dis") if has_dis else 0,
@@ -220,26 +211,10 @@ class AttentionPlan:
         constants = {**self.constants, "threads": 32 * warps, "thread_blocks_per_sm": 1}
         return "score_tiles.cu" if name == "score_tiles" else "attend_backward.cu", tuple(constants.items())
 
-    def rows(self, tensor: Tensor, size: int, n: int, is_padded: bool) -> PaddedRows:
-        """Returns rows whose n blocks are padded with zeros to ``size`` dimensions, aligned to 16 bytes."""
-        if is_padded:
-            blocks = torch.unflatten(tensor, -1, (n, -1))
-            tensor = functional.pad(blocks, (0, size - blocks.shape[-1])).flatten(-2)
-        address, batch, head, row = place = _place(tensor)
-        if tensor.stride(-1) != 1 or (address | batch | head | row) % 16:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-            return PaddedRows(tensor, _place(tensor))
-        return PaddedRows(tensor, place)
-
-    def inputs(self, call: AttentionCall) -> tuple[PaddedRows, PaddedRows, PaddedRows]:
+    def inputs(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
         """Returns query, key and value as the kernels take them."""
-        n, size, _ = self.shape
-        padded = self.is_padded[0]
-        return self.rows(call.query, size, n, padded), self.rows(call.key, size, n, padded), self.values(call.value)
-
-    def values(self, tensor: Tensor) -> PaddedRows:
-        """Returns values, or a readout or its gradient, as the kernels take them."""
-        return self.rows(tensor, self.shape.width, 1, self.is_padded[1])
+        part, value = self.units
+        return aligned_rows(call.query, part), aligned_rows(call.key, part), aligned_rows(call.value, value)
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Computes the readout and the log-sum-exp."""
@@ -249,15 +224,13 @@ class AttentionPlan:
             nvrtc.compile_together(programs, self.limits.device)
         query, key, value = self.inputs(call)
         weights = Weights(call)
-        results, log_sum = (call._replace(value=value.tensor) if self.is_padded[1] else call).empty_results()
+        results, log_sum = call.empty_results()
         arguments = FORWARD.pack(
-            *query.place, *key.place, *value.place, *_place(results), *self.mask(call), *weights.place,
+            *_place(query), *_place(key), *_place(value), *_place(results), *self.mask(call), *weights.place,
             _address(call.seed), log_sum.data_ptr(),
             self.heads, self.group, self.length, self.count, self.thread_blocks, *self.dropout, call.scaling,
         )  # fmt: skip
         self.run({"attend_forward": self.forward_launch}, arguments)
-        if self.is_padded[1]:
-            results = call.empty_results()[0].copy_(results[..., : call.value.shape[-1]])
         return results, log_sum
 
     def backward(
@@ -265,31 +238,23 @@ class AttentionPlan:
     ) -> tuple[Tensor, ...]:
         """Computes the gradients of query, key, value, weight and beta; empty ones where ``need`` is False."""
         inputs, log_sum = self.inputs(call), log_sum.contiguous()
-        upstream, readout = self.values(grad), self.values(out)
-        grads = [_empty(x.tensor) for x in inputs]
-        places = [*map(_place, grads), readout.place]
-        weight_grads = self._run_backward(
-            call, [x.place for x in (*inputs, upstream)], places, log_sum.data_ptr(), any(need[3:])
-        )
-        if self.is_padded[0]:
-            grads[:2] = (_unpadded(x, self.shape.n, call.query.shape[-1]) for x in grads[:2])
-        if self.is_padded[1]:
-            grads[2] = _unpadded(grads[2], 1, call.value.shape[-1])
+        grad, out = (aligned_rows(x, self.units[1]) for x in (grad, out))
+        grads = [_empty(x) for x in inputs]
+        weight_grads = self._run_backward(call, (*inputs, grad), (*grads, out), log_sum.data_ptr(), any(need[3:]))
         grads += weight_grads if call.beta is not None else [*weight_grads, log_sum.new_empty(0)]
         return tuple(x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
 
     def score_gradients(self, call: AttentionCall, need: Need) -> tuple[Tensor, Tensor, Tensor]:
         """Computes the gradients of query, key and weights; the mask is the gradient of the scores."""
-        query, key = self.rows(call.query, 0, 1, False), self.rows(call.key, 0, 1, False)
-        grads = [_empty(query.tensor), _empty(key.tensor)]
-        inputs, outputs = [query.place, key.place, NOWHERE, NOWHERE], [*map(_place, grads), NOWHERE, NOWHERE]
-        grads += self._run_backward(call, inputs, outputs, 0, need[2])
+        query, key = (aligned_rows(x, self.units[0]) for x in call[:2])
+        grads = [_empty(query), _empty(key)]
+        grads += self._run_backward(call, (query, key, None, None), (*grads, None, None), 0, need[2])
         needed = (x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
         query_grad, key_grad, weight_grad = needed
         return query_grad, key_grad, weight_grad
 
     def _run_backward(
-        self, call: AttentionCall, inputs: Sequence[Place], outputs: Sequence[Place], log_sum: int, need_weights: bool
+        self, call: AttentionCall, inputs: Tensors, outputs: Tensors, log_sum: int, need_weights: bool
     ) -> list[Tensor]:
         """Runs the kernels; inputs are query, key, value and gradient, outputs three gradients and the readout.
 
@@ -301,8 +266,8 @@ class AttentionPlan:
         sums, statistics, parts, turns = (scratch.data_ptr() + place for place in self.places)
         *mask, mask_key = self.mask(call)
         arguments = BACKWARD.pack(
-            *(number for place in inputs for number in place), *mask,
-            *(number for place in outputs for number in place),
+            *(number for x in inputs for number in _place(x)), *mask,
+            *(number for x in outputs for number in _place(x)),
             mask_key, *weights.place, _address(call.seed), log_sum, statistics, sums, turns, parts,
             weight_grads[0].data_ptr(), 0 if call.beta is None else weight_grads[1].data_ptr(),
             self.batch, self.heads, self.group, self.length, self.count,
@@ -365,18 +330,29 @@ def _empty(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _place(tensor: Tensor) -> Place:
+def aligned_rows(tensor: Tensor, unit: int) -> Tensor:
+    """Returns rows ``(N, H, L, d)`` of adjacent numbers, at multiples of a unit of bytes."""
+    address, batch, head, row = _place(tensor)
+    if tensor.stride(-1) != 1 or (address | batch | head | row) % unit:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _unit(size: int) -> int:
+    """Returns the bytes that the kernels copy at once from blocks of ``size`` bytes."""
+    return min(16, size & -size)
+
+
+def _place(tensor: Tensor | None) -> tuple[int, int, int, int]:
+    """Returns the address of a tensor ``(N, H, L, d)`` and its strides in bytes, except for adjacent numbers."""
+    if tensor is None:
+        return 0, 0, 0, 0
     (batch, head, row, _), size = tensor.stride(), tensor.element_size()
     return tensor.data_ptr(), size * batch, size * head, size * row
 
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _unpadded(grad: Tensor, n: int, d: int) -> Tensor:
-    """Removes the padding of :meth:`AttentionPlan.rows`; the result is contiguous."""
-    return torch.unflatten(grad, -1, (n, -1))[..., : d // n].flatten(-2).contiguous()
 
 
 @lru_cache(maxsize=None)

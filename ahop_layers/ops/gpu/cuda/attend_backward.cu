@@ -52,8 +52,14 @@ DEVICE void load_two(float& low, float& high, const char* place) {
     else Half::unpack(*(const u32*)place, low, high);
 }
 
-// Loads eight numbers at an address that is a multiple of 16.
-DEVICE void load_eight(float (&x)[8], const char* place) {
+// Loads eight numbers, of which `left` exist; if none is missing in any block, the address is a multiple of 16.
+template <class Kind>
+DEVICE void load_eight(float (&x)[8], const char* place, int left) {
+    if (!Kind::WHOLE) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = i < left ? load_float<DTYPE>(place, i) : 0;
+        return;
+    }
     const uint4* units = (const uint4*)place;
 #pragma unroll
     for (int unit = 0; unit < BYTES / 2; ++unit) {
@@ -84,8 +90,9 @@ KERNEL void attend_statistics(const Backward p) {
     if (!SCORES && exists && row < p.length && member < WIDTH_CHUNKS) {
         const i64 n = index / p.heads, h = index % p.heads;
         float out[8], grad[8];
-        load_eight(out, p.out.at(n, h) + row * p.out.row + 8 * BYTES * member);
-        load_eight(grad, p.grad.at(n, h) + row * p.grad.row + 8 * BYTES * member);
+        const int left = VALUE - 8 * member;
+        load_eight<Values>(out, p.out.at(n, h) + row * p.out.row + 8 * BYTES * member, left);
+        load_eight<Values>(grad, p.grad.at(n, h) + row * p.grad.row + 8 * BYTES * member, left);
         total = add_product(out, grad, 0);
     }
 #pragma unroll
@@ -164,9 +171,9 @@ struct OwnKeys {
     DEVICE void begin(const Backward& p, int n, int h, int start) {
         first = start;
         sync_warp();
-        copy_rows<DIM>(address, p.key.at(n, h), p.key.row, first, ROWS, p.count, lane.index, 32);
+        copy_rows<Points>(address, p.key.at(n, h), p.key.row, first, ROWS, p.count, lane.index, 32);
         if (!SCORES)
-            copy_rows<WIDTH>(address + SECOND, p.value.at(n, h), p.value.row, first, ROWS, p.count, lane.index, 32);
+            copy_rows<Values>(address + SECOND, p.value.at(n, h), p.value.row, first, ROWS, p.count, lane.index, 32);
         copies_commit();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -196,9 +203,9 @@ struct OwnKeys {
         };
         if (DIS) subtract_rows(key_grad, sum, own, lane);
         const int left = p.count - first;
-        store_rows<DIM>(key_grad, 1, 1, own, p.key_grad.at(n, h) + first * p.key_grad.row, p.key_grad.row, left, lane);
+        store_rows<Points>(key_grad, 1, 1, own, p.key_grad.at(n, h) + first * p.key_grad.row, p.key_grad.row, left, lane);
         if (!SCORES)
-            store_rows<WIDTH>(value_grad, 1, 1, own + SECOND, p.value_grad.at(n, h) + first * p.value_grad.row,
+            store_rows<Values>(value_grad, 1, 1, own + SECOND, p.value_grad.at(n, h) + first * p.value_grad.row,
                               p.value_grad.row, left, lane);
     }
 
@@ -491,9 +498,9 @@ struct Ring {
         const int index = head(entry), n = index / p.heads, h = index % p.heads, first = query(entry);
         char* const tile = place(entry);
         const u32 address = shared_address(tile);
-        copy_rows<DIM>(address, p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
+        copy_rows<Points>(address, p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
         if (!SCORES)
-            copy_rows<WIDTH>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
+            copy_rows<Values>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
         copies_commit();
         const float2* from = p.statistics + (i64)index * tiles_of(p.length) * ROWS + first;
         if (lane.index < ROWS) ((float2*)(tile + STATISTICS))[lane.index] = from[lane.index];
@@ -533,7 +540,7 @@ DEVICE void store_queries(const Backward& p, char* tile, int index, int first, i
     }
     const i64 place = (i64)index * tiles_of(p.length) + first / ROWS;
     if (add_in_turn(query_grad, p.query_sums + place * CHUNKS * 32, p.turns + 1 + place, mine, last, lane))
-        store_rows<DIM>(query_grad, 1, 1, tile,
+        store_rows<Points>(query_grad, 1, 1, tile,
                         p.query_grad.at(index / p.heads, index % p.heads) + first * p.query_grad.row,
                         p.query_grad.row, p.length - first, lane);
     sync_warp();
@@ -623,10 +630,11 @@ DEVICE float sample_pair(const Backward& p, int h, u32 number, float (&x)[BASES]
     for (int block = 0; block < N; ++block) {
         float dot = 0, dis = 0;
 #pragma unroll
-        for (int chunk = block * SIZE / 8; chunk < (block + 1) * SIZE / 8; ++chunk) {
+        for (int first = 0; first < PART; first += 8) {
             float q[8], k[8];
-            load_eight(q, queries + 8 * BYTES * chunk);
-            load_eight(k, keys + 8 * BYTES * chunk);
+            const int place = BYTES * (block * PART + first);
+            load_eight<Points>(q, queries + place, PART - first);
+            load_eight<Points>(k, keys + place, PART - first);
             dot = add_product(q, k, dot);
 #pragma unroll
             for (int i = 0; i < 8; ++i) q[i] -= k[i];
