@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -46,7 +47,11 @@ class Limits(NamedTuple):
     multiprocessors: int
 
 
-Tensors = tuple[Tensor | None, ...]
+Place = tuple[int, int, int, int]
+"""The address of a tensor ``(N, H, L, d)`` and its strides in bytes, except for adjacent numbers."""
+
+NOWHERE: Place = (0, 0, 0, 0)
+AlignedRows = tuple[Tensor, Place]
 
 
 class Weights:
@@ -211,7 +216,7 @@ class AttentionPlan:
         constants = {**self.constants, "threads": 32 * warps, "thread_blocks_per_sm": 1}
         return "score_tiles.cu" if name == "score_tiles" else "attend_backward.cu", tuple(constants.items())
 
-    def inputs(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    def inputs(self, call: AttentionCall) -> tuple[AlignedRows, AlignedRows, AlignedRows]:
         """Returns query, key and value as the kernels take them."""
         part, value = self.units
         return aligned_rows(call.query, part), aligned_rows(call.key, part), aligned_rows(call.value, value)
@@ -226,7 +231,7 @@ class AttentionPlan:
         weights = Weights(call)
         results, log_sum = call.empty_results()
         arguments = FORWARD.pack(
-            *_place(query), *_place(key), *_place(value), *_place(results), *self.mask(call), *weights.place,
+            *query[1], *key[1], *value[1], *_place(results), *self.mask(call), *weights.place,
             _address(call.seed), log_sum.data_ptr(),
             self.heads, self.group, self.length, self.count, self.thread_blocks, *self.dropout, call.scaling,
         )  # fmt: skip
@@ -238,23 +243,29 @@ class AttentionPlan:
     ) -> tuple[Tensor, ...]:
         """Computes the gradients of query, key, value, weight and beta; empty ones where ``need`` is False."""
         inputs, log_sum = self.inputs(call), log_sum.contiguous()
-        grad, out = (aligned_rows(x, self.units[1]) for x in (grad, out))
-        grads = [_empty(x) for x in inputs]
-        weight_grads = self._run_backward(call, (*inputs, grad), (*grads, out), log_sum.data_ptr(), any(need[3:]))
+        upstream, readout = (aligned_rows(x, self.units[1]) for x in (grad, out))
+        grads = [_empty(x) for x in call[:3]]
+        weight_grads = self._run_backward(
+            call, [place for _, place in (*inputs, upstream)], [*map(_place, grads), readout[1]], log_sum.data_ptr(),
+            any(need[3:]),
+        )  # fmt: skip
         grads += weight_grads if call.beta is not None else [*weight_grads, log_sum.new_empty(0)]
+        if all(need):
+            return tuple(grads)
         return tuple(x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
 
     def score_gradients(self, call: AttentionCall, need: Need) -> tuple[Tensor, Tensor, Tensor]:
         """Computes the gradients of query, key and weights; the mask is the gradient of the scores."""
-        query, key = (aligned_rows(x, self.units[0]) for x in call[:2])
-        grads = [_empty(query), _empty(key)]
-        grads += self._run_backward(call, (query, key, None, None), (*grads, None, None), 0, need[2])
+        query, key, _ = self.inputs(call)
+        grads = [_empty(call.query), _empty(call.key)]
+        inputs, outputs = [query[1], key[1], NOWHERE, NOWHERE], [*map(_place, grads), NOWHERE, NOWHERE]
+        grads += self._run_backward(call, inputs, outputs, 0, need[2])
         needed = (x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
         query_grad, key_grad, weight_grad = needed
         return query_grad, key_grad, weight_grad
 
     def _run_backward(
-        self, call: AttentionCall, inputs: Tensors, outputs: Tensors, log_sum: int, need_weights: bool
+        self, call: AttentionCall, inputs: Sequence[Place], outputs: Sequence[Place], log_sum: int, need_weights: bool
     ) -> list[Tensor]:
         """Runs the kernels; inputs are query, key, value and gradient, outputs three gradients and the readout.
 
@@ -266,8 +277,7 @@ class AttentionPlan:
         sums, statistics, parts, turns = (scratch.data_ptr() + place for place in self.places)
         *mask, mask_key = self.mask(call)
         arguments = BACKWARD.pack(
-            *(number for x in inputs for number in _place(x)), *mask,
-            *(number for x in outputs for number in _place(x)),
+            *chain(*inputs), *mask, *chain(*outputs),
             mask_key, *weights.place, _address(call.seed), log_sum, statistics, sums, turns, parts,
             weight_grads[0].data_ptr(), 0 if call.beta is None else weight_grads[1].data_ptr(),
             self.batch, self.heads, self.group, self.length, self.count,
@@ -330,12 +340,13 @@ def _empty(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def aligned_rows(tensor: Tensor, unit: int) -> Tensor:
-    """Returns rows ``(N, H, L, d)`` of adjacent numbers, at multiples of a unit of bytes."""
-    address, batch, head, row = _place(tensor)
+def aligned_rows(tensor: Tensor, unit: int) -> AlignedRows:
+    """Returns rows of adjacent numbers, at multiples of a unit of bytes, and their place."""
+    address, batch, head, row = place = _place(tensor)
     if tensor.stride(-1) != 1 or (address | batch | head | row) % unit:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        return tensor, _place(tensor)
+    return tensor, place
 
 
 def _unit(size: int) -> int:
@@ -343,10 +354,7 @@ def _unit(size: int) -> int:
     return min(16, size & -size)
 
 
-def _place(tensor: Tensor | None) -> tuple[int, int, int, int]:
-    """Returns the address of a tensor ``(N, H, L, d)`` and its strides in bytes, except for adjacent numbers."""
-    if tensor is None:
-        return 0, 0, 0, 0
+def _place(tensor: Tensor) -> Place:
     (batch, head, row, _), size = tensor.stride(), tensor.element_size()
     return tensor.data_ptr(), size * batch, size * head, size * row
 
