@@ -16,9 +16,10 @@ constexpr int TOGETHER = SINGLE ? 2 : 1;               // halves of a tile whose
 constexpr int WARPS = THREADS / 32;
 constexpr int PARTS = BASES * N + 1;                 // gradients of the weights, and the sum of score gradients
 constexpr int VISITS = 2 * WARPS;                    // barriers of a tile, which its visitors use in turns
-// Tiles of queries whose gradients of the weights a lane sums: the similarities may have a large mean, beside which a
-// longer sum in float32 would lose digits of their differences.
-constexpr int SUMMED = SINGLE ? 4 : 1 << 30;
+// Similarities may have a large mean, beside which a sum in float32 would lose digits of their differences. So a lane
+// sums the gradients of the weights over a few tiles of queries, and of centered values: the sum of two or four blocks,
+// or the values of all blocks.
+constexpr int SUMMED = SINGLE ? 4 : 1 << 30, CENTERED = !SINGLE ? 0 : N == 2 || N == 4 ? 1 : N;
 constexpr int DELAY = 2;                             // steps from the last visit of a tile until it is stored
 // Shared memory holds own tiles (keys, values, norms), and tiles of queries (queries, gradients, norms, statistics,
 // barriers, sums).
@@ -163,7 +164,8 @@ struct OwnKeys {
     int first;        // index of the first key
     float factor;     // of the shares that dropout keeps
     float exponents[BASES][N], weight_grad[BASES][N], score_grad;
-    bool stored;      // a part of the gradients of the weights
+    float centers[BASES];    // of float32 similarities, which are subtracted before their products are summed
+    bool centered, stored;   // whether there are centers, and a part of the gradients of the weights
     RankedWeights<N, Number> ranked[BASES];
     float key_grad[CHUNKS][4], value_grad[WIDTH_CHUNKS][4], key_sums[SINGLE ? 2 * N : 4];
 
@@ -217,7 +219,7 @@ struct OwnKeys {
         float u[BASES][N];
         load_weights(u, p.weights, h, p.scaling);
         score_grad = 0;
-        stored = false;
+        centered = stored = false;
 #pragma unroll
         for (int i = 0; i < BASES; ++i) {
             ranked[i].set(u[i]);
@@ -231,7 +233,8 @@ struct OwnKeys {
         auto store = [&](int i, float x) {
             if (lane.index == 0) parts[i] = SINGLE && stored ? parts[i] + x : x;
         };
-        store(BASES * N, sum_warp(score_grad));
+        const float all = sum_warp(score_grad);
+        store(BASES * N, all);
         score_grad = 0;
 #pragma unroll
         for (int i = 0; i < BASES; ++i) {
@@ -239,6 +242,8 @@ struct OwnKeys {
             float totals[N];
 #pragma unroll
             for (int j = 0; j < N; ++j) totals[j] = sum_warp(weight_grad[i][j]), weight_grad[i][j] = 0;
+#pragma unroll
+            for (int j = 0; j < CENTERED; ++j) totals[j] = fmaf(centers[i], all, totals[j]);
             RankedWeights<N, Number>::undo(totals);
 #pragma unroll
             for (int j = 0; j < N; ++j) store(place * N + j, DIS && i == 0 ? 2 * totals[j] : totals[j]);
@@ -308,9 +313,15 @@ struct OwnKeys {
                     score_grad += grads[side];
                 }
 #pragma unroll
-                for (int i = 0; i < BASES; ++i)
+                for (int i = 0; i < BASES; ++i) {
+                    if (SINGLE && !centered) centers[i] = shuffle(x[i][0], 0);
 #pragma unroll
-                    for (int j = 0; j < N; ++j) weight_grad[i][j] = fmaf(grads[side], x[i][j], weight_grad[i][j]);
+                    for (int j = 0; j < N; ++j) {
+                        const float value = j < CENTERED ? x[i][j] - centers[i] : x[i][j];
+                        weight_grad[i][j] = fmaf(grads[side], value, weight_grad[i][j]);
+                    }
+                }
+                centered = true;
             }
             const int place = 2 * half + row;
             if (!SCORES) set_pair(shares, place, kept[0], kept[1]);
