@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ahop_layers.ops.gpu.layout import comparators
-from benchmarks.harness.report import GRAY, bold_best, drawing, group, number, table
+from benchmarks.harness.report import GRAY, drawing, group, number, table
 from benchmarks.harness.rows import Row
 
 PASSES = ("forward", "forward + backward")
 N = re.compile(r", n (\d+)")
-N_DTYPE = re.compile(r", b?float16$")
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -57,19 +56,6 @@ def of_blocks(rows: Sequence[Row]) -> str:
         body.append([size, n, comparators(n), *cells])
     labels = [f"{label}, {unit}" for unit in ("ms", "speedup over full footprints") for label in PASSES]
     return table(["queries x keys", "n", "comparators", *labels], body)
-
-
-def of_half_precision(rows: Sequence[Row]) -> str:
-    """Speedup of half precision over float32 for the same sizes, for each d."""
-    ratios = {(row["case"], row["pass"]): row["our float32/ours"] for row in rows if row["our float32/ours"]}
-    names = list(dict.fromkeys(N_DTYPE.sub("", case) for case, _ in ratios if not N.search(case)))
-    dtypes = ("bfloat16", "float16")
-    body = []
-    for name in names:
-        pairs = [[ratios.get((f"{name}, {dtype}", label), "") for dtype in dtypes] for label in PASSES]
-        # float32, with the ratio 1, competes and is not shown
-        body.append([name, *(cell for pair in pairs for cell in bold_best(["1", *pair])[1:])])
-    return table(["queries x keys", *(f"{label}, {dtype}" for label in PASSES for dtype in dtypes)], body)
 
 
 def of_attention(rows: Sequence[Row]) -> str:

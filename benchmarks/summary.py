@@ -9,7 +9,7 @@ from benchmarks.harness.rows import Row
 from benchmarks.kernels_report import has_blocks
 from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.mil.report import NAMES as POOLINGS
-from benchmarks.paper.retrieval.report import GUESSED, LIMIT, REFERENCE
+from benchmarks.paper.retrieval.report import GUESSED, LIMIT
 from benchmarks.paper.tabular.report import AREA_SETS, TITLES
 from benchmarks.search.packaged import OWN
 
@@ -121,7 +121,7 @@ def _faster(ratios: Sequence[float], baseline: str) -> str:
     return f"**ours** in {ours} of {len(ratios)} sizes"
 
 
-def speed(vit: Sequence[Row], kernels: Sequence[Row], packed: Sequence[Row], timing: Sequence[Row]) -> str:
+def speed(vit: Sequence[Row], kernels: Sequence[Row], packed: Sequence[Row]) -> str:
     """Returns the summary of the speed page."""
     fused, plain = "fused dot product", "plain PyTorch"
     lines: list[tuple[str, str, list[float]]] = []
@@ -139,10 +139,6 @@ def speed(vit: Sequence[Row], kernels: Sequence[Row], packed: Sequence[Row], tim
     for (device,), mine in group(full, "device").items():
         ratios = [float(row["paper/ours"]) for row in mine if row["pass"] == "forward + backward"]
         lines.append((f"full footprints, forward + backward, {device}", plain, ratios))
-    for (device,), mine in group(timing, "device").items():
-        times = {row["system"]: float(row["train_ms"]) for row in reversed(mine) if row["dim"] == "64"}
-        if {REFERENCE, "A-Hop, debias"} <= times.keys() and "NVIDIA" not in device:  # the reference runs on the CPU
-            lines.append((f"fit of a memory, {device}", plain, [times[REFERENCE] / times["A-Hop, debias"]]))
     ratios = [float(row["faster"]) for row in packed if row["pass"] == "forward+backward"]
     lines.append(("bags of different sizes, forward + backward", "padding", ratios))
     body = [[name, other, f"{_reach(each)} x", _faster(each, other)] for name, other, each in lines if each]

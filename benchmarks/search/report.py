@@ -51,18 +51,22 @@ def _winners(levels: Sequence[str], methods: Sequence[str], columns: Sequence[Se
 
 
 def time_table(rows: Sequence[Row]) -> str:
-    """Mean time of one training for all levels of a kind of damage, and of one query."""
-    parts = []
-    for (data,), here in group(rows, "data").items():
-        body = []
-        for (method,), same in group(here, "method").items():
-            trained = group(same, "kind", "split").values()
-            fit = mean(float(one[0]["fit_s"]) for one in trained)
+    """Mean time of one training for all levels of a kind of damage, and of one query; two columns for each data set."""
+    sets, body = [data for (data,) in group(rows, "data")], []
+    for (method,), mine in group(rows, "method").items():
+        cells = [method]
+        for data in sets:
+            same = [row for row in mine if row["data"] == data]
+            if not same:
+                cells += ["", ""]
+                continue
+            fit = mean(float(one[0]["fit_s"]) for one in group(same, "kind", "split").values())
             query = sum(float(row["query_s"]) for row in same) / sum(int(row["queries"]) for row in same)
-            body.append([method, number(fit) if fit > 1e-3 else "0", number(1000 * query)])
-        marked = bold_best_in_columns(body, {2: min})
-        parts.append(f"Time on {data}.\n\n{table(['method', 'training, s', 'query, ms'], marked)}")
-    return "\n\n".join(parts)
+            cells += [number(fit) if fit > 1e-3 else "0", number(1000 * query)]
+        body.append(cells)
+    marked = bold_best_in_columns(body, {2 * place: min for place in range(1, 1 + len(sets))})
+    header = (f"{data}: {column}" for data in sets for column in ("training, s", "query, ms"))
+    return table(["method", *header], marked)
 
 
 def _spread(values: Sequence[float]) -> str:

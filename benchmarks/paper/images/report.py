@@ -35,8 +35,8 @@ def by_attention(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def rate_tables(rows: Sequence[Row]) -> str:
-    """Three tables with a column per learning rate: accuracy, difference from the dot product, number of seeds.
+def rate_table(rows: Sequence[Row]) -> str:
+    """Accuracy with a column for each learning rate: mean and, of several seeds, the standard deviation.
 
     The best learning rate of an attention is bold if it was trained with several.
     """
@@ -47,24 +47,14 @@ def rate_tables(rows: Sequence[Row]) -> str:
     }
     names = sorted({row["attention"] for row in accuracies}, key=lambda name: (name != "dot", ":" in name, name))
     best = {name: max(statistics.mean(of[name].values()) for of in by_rate.values() if name in of) for name in names}
-    paper = IMAGES.get(rows[0]["settings"].split(",")[0], {})
-    accuracy, differences, counts = [], [], []
+    paper, body = IMAGES.get(rows[0]["settings"].split(",")[0], {}), []
     for name in names:
-        seeds = [of.get(name, {}) for of in by_rate.values()]
-        dots = [of.get("dot", {}) for of in by_rate.values()]
-        cells = [_spread(values) for values in seeds]
+        cells = [_spread(of.get(name, {})) for of in by_rate.values()]
         marked = bold_best(cells) if sum(map(bool, cells)) > 1 else cells
         gain = f"{best[name] - best['dot']:+.4f}" if "dot" in best and name != "dot" else ""
-        accuracy.append([name, *marked, gain, f"{paper[name]:.4f}" if name in paper else ""])
-        differences.append([name, *map(_difference, seeds, dots)])
-        counts.append([name, *(str(len(values) or "") for values in seeds)])
+        body.append([name, *marked, gain, f"{paper[name]:.4f}" if name in paper else ""])
     rates = [f"lr {Decimal(rate):f}" for rate in by_rate]
-    parts = [table(["attention", *rates, "best minus best of dot", "paper"], accuracy)]
-    compared = [line for line in differences if line[0] != "dot" and any(line[1:])]
-    if compared:
-        caption = "Accuracy minus that of the dot product with the same learning rate, mean over the seeds of both."
-        parts += [caption, table(["attention", *rates], compared)]
-    return "\n\n".join([*parts, "Number of seeds of each accuracy.", table(["attention", *rates], counts)])
+    return table(["attention", *rates, "best minus best of dot", "paper"], body)
 
 
 def _spread(seeds: dict[str, float]) -> str:
@@ -114,7 +104,7 @@ def speed_table(rows: Sequence[Row]) -> str:
 
 
 TABLES = {
-    "paper": (rate_tables, "Test accuracy with the paper's setup, by learning rate."),
+    "paper": (rate_table, "Test accuracy with the paper's setup, by learning rate."),
     "working": (damage_table, "Test accuracy of a small ViT on damaged images."),
     "throughput": (speed_table, "Throughput of a small ViT."),
 }
