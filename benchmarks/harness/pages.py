@@ -252,13 +252,6 @@ DRAWN = {
         " and digits (right). The dashed line is a fit from the damage itself, and the dotted line no fit. Points are"
         " means over the levels of damage and the splits. The accuracy axes do not start at zero.",
     ),
-    "kernels": Picture(
-        "Bar chart: speedup over plain PyTorch for each problem size, forward and forward + backward",
-        kernel_rows,
-        kernels_report.draw,
-        "Each pair of bars is the speedup over plain PyTorch for one problem size, on a logarithmic axis: forward"
-        " above, forward + backward below. At the vertical line, both are equally fast.",
-    ),
     "retrieval": Picture(
         "Heat map: accuracy of memories with twelve mixtures of masking, noise and bias",
         lambda: retrieval_rows("figure"),
@@ -275,22 +268,6 @@ DRAWN = {
         " area that is covered (right), for faces (top) and digits (bottom). The thick line is the adaptive memory."
         " Points are means over the splits.",
     ),
-    "mil": Picture(
-        "AUC of seven poolings against the strength of masking, noise and bias",
-        lambda: rows_of("mil.csv"),
-        mil_report.draw,
-        "Each line is the test AUC of a pooling by the strength of the damage, the mean over the data sets. In"
-        " the upper row only test bags are damaged, in the lower row all bags. Points of one strength are shifted"
-        " sideways so that they do not overlap. The AUC axis does not start at zero.",
-    ),
-    "images": Picture(
-        "Test accuracy of a ViT against the strength of noise, masking and color bias",
-        lambda: rows_of("images.csv", setup="working"),
-        images_report.draw,
-        "Each line is the test accuracy of an attention by the strength of the damage. Points are means over"
-        " the seeds, and bars reach from the lowest to the highest seed. Points of one strength are shifted"
-        " sideways so that they do not overlap.",
-    ),
 }
 """The plots, by the name of their file. The place of a plot is NAME-picture."""
 
@@ -306,18 +283,9 @@ def at_place(name: str) -> str:
     return f"![{alt}](pictures/{file}.svg)" + (f"\n\n*{caption}*" if caption else "")
 
 
-WRAPPED = ("models", "projects", "summary-accuracy", "summary-models", "summary-search", "summary-speed")
-"""The tables with long texts, whose cells may have several lines."""
-
-
 def fill(page: str) -> str:
-    """Returns the page with new content at every place, in a ``div`` of the site's own class."""
-
-    def content(place: re.Match[str]) -> str:
-        kind = "wide wrap" if place[2] in WRAPPED else "wide"
-        return f'{place[1]}<div class="{kind}" markdown>\n\n{at_place(place[2])}\n\n</div>\n{place[3]}'
-
-    return PLACE.sub(content, page)
+    """Returns the page with new content at every place."""
+    return PLACE.sub(lambda place: f"{place[1]}\n{at_place(place[2])}\n{place[3]}", page)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

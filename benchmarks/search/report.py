@@ -22,10 +22,7 @@ def _accuracies(rows: Sequence[Row]) -> list[float]:
 
 
 def accuracy_table(rows: Sequence[Row]) -> str:
-    """Accuracy of each method at each level: mean and standard deviation over the splits. The best mean is bold.
-
-    A sentence below each table names the best methods and their levels.
-    """
+    """Accuracy of each method at each level: mean and standard deviation over the splits. The best mean is bold."""
     parts = []
     for (data, kind), here in group(rows, "data", "kind").items():
         levels = sorted((level for (level,) in group(here, "level")), key=float)
@@ -35,19 +32,8 @@ def accuracy_table(rows: Sequence[Row]) -> str:
         body = zip(methods, *map(bold_best, columns), strict=True)
         splits = len(group(here, "split"))
         caption = f"Accuracy on {data} by the fraction of {KINDS[kind]}, {splits} split{'s' * (splits > 1)}."
-        parts += [f"{caption}\n\n{table(['method', *levels], body)}", _winners(levels, methods, columns)]
-    return "\n\n".join(filter(None, parts))
-
-
-def _winners(levels: Sequence[str], methods: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
-    """Returns a sentence that names the best methods and their levels."""
-    best: dict[str, list[str]] = {}
-    for level, cells in zip(levels, columns, strict=True):
-        marked = zip(methods, bold_best(cells), strict=True)
-        for method in (name for name, cell in marked if cell.startswith("**")):
-            best.setdefault(method, []).append(level)
-    named = [f"{method} at {', '.join(best[method])}" for method in methods if method in best]
-    return f"Highest accuracy: {'; '.join(named)}." if len(methods) > 1 else ""
+        parts.append(f"{caption}\n\n{table(['method', *levels], body)}")
+    return "\n\n".join(parts)
 
 
 def time_table(rows: Sequence[Row]) -> str:

@@ -4,9 +4,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from decimal import Decimal
-from pathlib import Path
 
-from benchmarks.harness.report import bold_best, bold_best_in_columns, drawing, group, table
+from benchmarks.harness.report import bold_best, bold_best_in_columns, group, table
 from benchmarks.harness.rows import Row
 from benchmarks.paper.figures import IMAGES
 
@@ -109,33 +108,3 @@ TABLES = {
     "throughput": (speed_table, "Throughput of a small ViT."),
 }
 """The table of a setup, and its caption."""
-
-
-def draw(rows: Sequence[Row], path: Path) -> bool:
-    """Draws the accuracy against the strength of the damage, from the last settings of the setup ``working``.
-
-    Each attention has a line with bars from the lowest to the highest seed. Returns False if there are no rows to draw.
-    """
-    working = list(group((row for row in rows if row["setup"] == "working"), "settings", "device").values())
-    if not working:
-        return False
-    found = by_attention(working[-1])
-    kinds = list(dict.fromkeys(row["measure"].split()[0] for row in working[-1] if " " in row["measure"]))
-    titles = {"noise": "pixel noise (standard deviation)", "mask": "fraction of masked patches", "bias": "color bias"}
-    with drawing(path, (3 * len(kinds), 3.4)) as figure:
-        for axis, kind in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
-            for place, (attention, measures) in enumerate(found.items()):
-                chosen = {0.0: measures["accuracy"]}
-                chosen |= {float(name.split()[1]): seeds for name, seeds in measures.items() if name.startswith(kind)}
-                means = [statistics.mean(seeds.values()) for seeds in chosen.values()]
-                reach = [[abs(f(seeds.values()) - mean) for seeds, mean in zip(chosen.values(), means, strict=True)]
-                         for f in (min, max)]  # fmt: skip
-                # Side by side: points of several attentions coincide.
-                shift = (place - (len(found) - 1) / 2) * 0.015 * max(chosen)
-                levels = [level + shift for level in chosen]
-                axis.errorbar(levels, means, reach, markersize=5, linewidth=1.2, capsize=3, label=attention)
-            axis.set(xlabel=titles.get(kind, kind))
-            axis.grid()
-        figure.axes[0].set_ylabel("test accuracy")
-        figure.axes[0].legend(frameon=False)
-    return True
