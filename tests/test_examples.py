@@ -20,7 +20,11 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = {path.stem: path for path in (ROOT / "examples").glob("*.py") if path.stem != "__init__"}
 MODULES = {module.__name__.rpartition(".")[2]: module for module in (demo, hopfield, mil, search, vit)}
 RUNS = {  # example -> arguments of a short run, a line that it prints, and the pictures that it writes
-    "hopfield": ("--bags 64 --epochs 1", r"differ after the switch +(0\.0e\+00|\d\.\de-(0[7-9]|1\d))", ["hopfield"]),
+    "hopfield": (
+        "--bags 64 --epochs 1",
+        r"outputs differ after the switch +(0\.0e\+00|\d\.\de-(0[7-9]|1\d))",
+        ["hopfield"],
+    ),
     "mil": ("--fast-dev-run", r"adaptive +[01]\.\d{4}", ["adaptive/roc", "adaptive/instances"]),
     "search": ("--patterns 60 --seeds 1", r"70% +[01]\.\d{3} +[01]\.\d{3} +[01]\.\d{3}", ["search"]),
     "vit": ("--fast-dev-run", r"adaptive +[01]\.\d{4}", ["dot/confusion", "adaptive/maps", "adaptive/weights"]),

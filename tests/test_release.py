@@ -59,7 +59,7 @@ def test_the_package_requires_torch_and_einops_only(metadata):
     required = metadata.get_all("Requires-Dist")
     needed = [each for each in required if "extra ==" not in each]
     assert {re.match(r"[\w-]+", each)[0] for each in needed} == {"torch", "einops"}
-    assert not [each for each in required if "@" in each]  # PyPI rejects direct references
+    assert not [each for each in required if "@" in each]  # package registries reject direct references
     releases = dict(release.split("==") for release in oldest(required))
     assert {"torch", "einops", "lightning", "scikit-learn", "timm", "transformers", "torchmil"} <= releases.keys()
     assert not {"pytest", "ruff"} & releases.keys()

@@ -58,7 +58,7 @@ LEVELS = ("data", "patterns", "mask", "noise", "bias", "system")
 def retrieval_rows(table: str) -> list[Row]:
     """Returns the rows of one table of the retrieval benchmark, from the runs in which every system was measured.
 
-    They are those of the device with the most rows: figures of different devices are not compared.
+    They come from the device with the most rows: figures of different devices are not compared.
     """
     size, linked = retrieval.Size(), table == "multimodal"
     wanted = multimodal.measurements(size) if linked else retrieval.measurements(table, size, images=True)

@@ -44,7 +44,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in (*SETUPS, "report"):
         command = commands.add_parser(name)
         add = command.add_argument
-        add("--output", type=Path, default=RESULTS / "images.csv", help="CSV file (default: benchmarks/results/images.csv)")
+        add(
+            "--output",
+            type=Path,
+            default=RESULTS / "images.csv",
+            help="CSV file (default: benchmarks/results/images.csv)",
+        )
         if name == "report":
             continue
         setup = SETUPS[name]

@@ -68,7 +68,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[str, str]:
 
 
 def difference(figures: Figures, part: str, measure: str, pooling: str, data: Sequence[str]) -> list[float]:
-    """Returns AUC minus that of M-Hop with the same folds and seeds: for each repeat, the mean over data sets."""
+    """Returns AUC minus the AUC of M-Hop with the same folds and seeds: for each repeat, the mean over data sets."""
     if not {"dot", pooling} <= set(complete(figures, part, measure, data)):
         return []
     mine, dot = figures[part][measure][pooling], figures[part][measure]["dot"]
@@ -91,7 +91,7 @@ def short_tables(figures: Figures, data: Sequence[str]) -> str:
             differences.append([NAMES[pooling], *(_paired(each) for each in pairs)])
     parts = [table(header, zip(*columns, strict=True))]
     if differences:
-        caption = "AUC minus that of M-Hop with the same folds and seeds: mean and standard error over the repeats."
+        caption = "AUC minus the AUC of M-Hop with the same folds and seeds: mean and standard error over the repeats."
         parts += [caption, table(["pooling", *data], differences)]
     return "\n\n".join(parts)
 
