@@ -31,7 +31,6 @@ QUOTED = {
     "docs/benchmarks-search.md": {
         "## Real images": "search",
         "## Disguised faces": "ar",
-        "## A memory inside a network": "lookup-faces search",
     },
     "docs/when-does-it-help.md": {
         "## Where it helps": "retrieval mixtures ablations robust-ablation",

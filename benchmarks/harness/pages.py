@@ -188,7 +188,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "vit": lambda: by_device("vit", vit_rows("eager", "compiled"), vit_report.report),
     "vit-attention": lambda: by_device("vit --parts attention", vit_rows("attention"), vit_report.of_attention),
     "vit-memory": lambda: by_device("vit --parts memory", vit_rows("memory"), vit_report.of_memory),
-    "vit-compile": lambda: by_device("vit --parts compile-time", vit_rows("compile-time"), vit_report.of_compile_time),
     "kernels": lambda: by_device("kernels", kernel_rows(), kernels_report.report),
     "kernels-attention": lambda: by_device(
         "kernels --device cuda --only attention", attention_rows(), kernels_report.of_attention
@@ -212,9 +211,6 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "images": lambda: of_images("paper"),
     "images-damaged": lambda: of_images("working"),
-    "lookup-faces": lambda: by_device(
-        "paper.lookup --parts faces", rows_of("lookup.csv", part="faces"), lookup_report.face_table
-    ),
     "lookup-bags": lambda: by_device(
         "paper.lookup --parts bags", rows_of("lookup.csv", part="bags"), lookup_report.bag_table
     ),
