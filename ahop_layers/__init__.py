@@ -22,16 +22,16 @@ from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from ahop_layers.similarity.associator import similarity_parameters
 from ahop_layers.similarity.blocks import Blocks, patches
-from ahop_layers.training import parameter_groups
+from ahop_layers.training import extended_optimizer_state, parameter_groups
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AHopError", "Adaptive", "AdaptiveAttention", "AdaptiveHopfield", "AdaptiveHopfieldLayer",
     "AdaptiveHopfieldPooling", "AdaptiveSimilarity", "AssociativeMemory", "Blocks", "ImageSimilarity", "Report",
-    "Separation", "adapt_", "adaptive_similarity", "association_maps", "backends", "footprint", "hflayers_state_dict",
-    "install_as_hflayers", "load_similarities", "parameter_groups", "patches", "register_base",
-    "register_converter", "revert_", "save_similarities", "similarity_parameters", "variants",
+    "Separation", "adapt_", "adaptive_similarity", "association_maps", "backends", "extended_optimizer_state",
+    "footprint", "hflayers_state_dict", "install_as_hflayers", "load_similarities", "parameter_groups", "patches",
+    "register_base", "register_converter", "revert_", "save_similarities", "similarity_parameters", "variants",
 ]  # fmt: skip
 
 # Modules that are imported on first access, and the package that each one needs then.

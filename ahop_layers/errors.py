@@ -71,6 +71,13 @@ def check_floating(**tensors: object) -> None:
             raise AHopError(f"{name} must have {kind}, got {tensor.dtype}")
 
 
+def check_dtype(pattern: Tensor, weight: Tensor | None) -> None:
+    """Raises unless patterns have the dtype of a weight of their layer, or autocast converts them."""
+    if weight is not None and pattern.dtype != weight.dtype and not torch.is_autocast_enabled(pattern.device.type):
+        rule = f"patterns must have the dtype of the layer, {weight.dtype}"
+        raise AHopError(f"{rule}, got {pattern.dtype}: convert them, or the layer by layer.to(...)")
+
+
 def check_module(**modules: object) -> None:
     """Raises unless every argument is an ``nn.Module``."""
     for name, module in modules.items():

@@ -17,7 +17,6 @@ KERNELS = {
         ("score_prepare", "score_backward", "score_sum", "score_sum_weights"), "ScoreCall"
     ),
     "score_tiles.cu": {"score_tiles": "TileScore"},
-    "softmax.cu": dict.fromkeys(("softmax", "softmax_backward"), "Softmax"),
 }
 LAUNCH = """
 extern "C" void launch_{name}(const {parameter}* p, int thread_blocks, int threads, int bytes) {{

@@ -340,7 +340,7 @@ def test_calls_with_the_same_heads_share_a_similarity():
     check_kept(model, x)
     assert isinstance(model.similarity, ah.AdaptiveSimilarity)
     plain = copy.deepcopy(model)
-    ah.revert_(plain)
+    ah.revert_(plain, discard=True)
     longer = torch.randn(2, 9, 16)
     assert model(longer).shape == plain(longer).shape  # more windows need no other similarity
 
@@ -407,7 +407,7 @@ def test_copies_pickles_state_dicts_and_revert():
     other.load_state_dict(model.state_dict())
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), other):
         assert torch.equal(twin(x), output)
-        ah.revert_(twin)
+        ah.revert_(twin, discard=True)
         assert torch.equal(twin(x), expected)
     model.load_state_dict(state)
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)

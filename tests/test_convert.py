@@ -19,7 +19,7 @@ from ahop_layers.attention import Adaptive
 from ahop_layers.convert import class_swap
 from ahop_layers.convert.registry import CONVERTERS, full_name
 from tests.models.check import Case, check
-from tests.samples import Scaled, refuses
+from tests.samples import Scaled, perturb, refuses, unchanged
 
 pytestmark = pytest.mark.slow
 
@@ -316,6 +316,20 @@ def test_a_class_that_changed_after_adapt_is_not_reverted():
     torch.testing.assert_close(model(x, x, x)[0], before)
 
 
+def test_a_trained_similarity_is_reverted_only_if_told_so():
+    model, x = encoder(), torch.randn(2, 5, 16)
+    expected = model(x)
+    ah.adapt_(model)
+    perturb(model.layers[1])
+    trained, report = model(x), r"similarity of layers\.1\.self_attn must still be the dot product"
+    with unchanged(model):
+        refuses(report, ah.revert_, model)
+        refuses(report, ah.revert_, nn.ModuleDict({"layers": model.layers}))
+    assert torch.equal(model(x), trained)
+    assert len(ah.revert_(model, discard=True)) == len(model.layers)
+    assert torch.equal(model(x), expected)
+
+
 def test_frozen_parameters_may_be_removed_before_revert():
     model = encoder_with_norm()
     ah.adapt_(model, freeze_rest=True)
@@ -443,7 +457,7 @@ def test_a_similarity_factory_is_called_for_each_layer(make):
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
     loss(model(x)).backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in found)
-    ah.revert_(model)
+    ah.revert_(model, discard=True)
     assert torch.equal(model(x), expected)
 
 
@@ -454,7 +468,7 @@ def test_a_similarity_module_is_copied_for_each_layer_and_init_may_have_a_gradie
     scales = [layer.self_attn.similarity.scale for layer in model.layers]
     assert len({id(scale) for scale in [given.scale, *scales]}) == 4
     assert all((scale == 3).all() for scale in scales)
-    ah.revert_(model)
+    ah.revert_(model, discard=True)
     trained = ah.AdaptiveSimilarity(4, 4)
     ah.adapt_(model, init=2 * trained.w)
     assert all(torch.equal(layer.self_attn.similarity.w, 2 * trained.w) for layer in model.layers)

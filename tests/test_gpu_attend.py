@@ -86,6 +86,21 @@ CASES = {  # N, H, L, S, d and e; blocks; further options
     "causal": ((2, 3, 300, 300, 64, 64), 4, {"causal": True}),
     "causal and long": ((1, 1, 2000, 2000, 64, 64), 4, {"causal": True}),
     "causal and padded": (VIT, 4, {"mask": "padding", "causal": True}),
+    **{
+        f"float32, {name}": (shape, blocks, {"dtype": torch.float32, **options})
+        for name, (shape, blocks, options) in {
+            "vit": ((2, 3, 197, 197, 64, 64), 4, {}),
+            "8 blocks": ((2, 3, 65, 130, 64, 64), 8, {}),
+            "wide": ((1, 2, 100, 300, 128, 128), 4, {}),
+            "odd sizes": ((2, 3, 1, 65, 7, 12), 1, {}),
+            "three blocks": ((2, 2, 33, 65, 48, 20), 3, {"bases": ("dot",)}),
+            "narrow heads": ((4, 4, 128, 128, 16, 16), 4, {}),
+            "few long heads": ((1, 1, 1000, 3000, 64, 64), 4, {}),
+            "grouped queries": ((2, 6, 65, 80, 64, 64), 4, {"key_heads": 2, "mask": "padding"}),
+            "dis alone": (VIT, 4, {"mask": "added", "bases": ("dis",)}),
+            "causal and long": ((1, 1, 2000, 2000, 64, 64), 4, {"causal": True}),
+        }.items()
+    },
 }
 
 
@@ -115,10 +130,24 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(shape, blocks, options):
     check_errors(ours, theirs, exact, 2 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("blocks", [4, 8])
+def test_tf32_where_pytorch_allows_it(blocks, monkeypatch):
+    """TF32 has three more bits than bfloat16."""
+    given = tensors(2, 3, 197, 150, 64, 64, blocks, torch.float32)
+    precise = results(*given, BOTH, None, False, torch.float32, fused.plan)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    ours = results(*given, BOTH, None, False, torch.float32, fused.plan)
+    theirs, exact = (results(*given, BOTH, None, False, kind) for kind in (torch.bfloat16, torch.float64))
+    for name, a, b, c, d in zip(NAMES, ours, theirs, exact, precise, strict=True):
+        assert not torch.equal(a, d), f"{name} is the same without TF32"
+        assert (a.double() - c).norm() <= (b.double() - c).norm() / 4, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("causal", [False, True])
-def test_all_kernels_drop_the_same_weights(causal):
-    given = tensors(2, 3, 70, 90, 64, 64, 4, torch.bfloat16)
-    seed, dtype = torch.tensor([-(2**62) - 12345], device="cuda"), torch.bfloat16
+def test_all_kernels_drop_the_same_weights(causal, dtype):
+    given = tensors(2, 3, 70, 90, 64, 64, 4, dtype)
+    seed = torch.tensor([-(2**62) - 12345], device="cuda")
     theirs, exact = (results(*given, BOTH, None, causal, kind, None, 0.3, seed) for kind in (dtype, torch.float64))
     for choose in (fused.plan, lambda _: Sliced(chunked), lambda _: Sliced(gpu)):
         ours = results(*given, BOTH, None, causal, dtype, choose, 0.3, seed)
@@ -301,7 +330,8 @@ def test_what_is_not_fused_is_sliced():
     call = AttentionCall(query, key, value, weight, bases=BOTH)
     assert fused.serves(call)
     assert not fused.serves(call._replace(weight=full))
-    assert not fused.serves(call._replace(query=query.float(), key=key.float(), value=value.float()))
+    assert fused.serves(call._replace(query=query.float(), key=key.float(), value=value.float()))
+    assert not fused.serves(call._replace(query=query.float(), key=key.float()))
     assert not fused.serves(call._replace(bases=("l1", "dot")))
     sliced = attend(query, key, value, full, BOTH)
     separate = results(query, key, value, full, sliced, BOTH, None, False, torch.float64)[0]

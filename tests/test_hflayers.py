@@ -1,10 +1,14 @@
 """ahop_layers.hflayers: the names, internals, initial weights and state dicts of hopfield-layers."""
 
 import inspect
+import pickle
+import warnings
 from contextlib import suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from unittest.mock import patch
 
 import pytest
@@ -199,6 +203,60 @@ def test_install_as_hflayers_switches_the_imports_of_a_project():
             assert all(scope[name] is kind for name, kind in ADAPTIVE.items())
 
 
+def test_install_as_hflayers_warns_once_of_modules_that_have_imported_the_original():
+    original, project, other = ModuleType("hflayers"), ModuleType("project"), ModuleType("other")
+    original.Hopfield = project.Layer = type("Hopfield", (torch.nn.Module,), {"__module__": "hflayers"})
+    other.library, original.torch = original, torch  # of which others may hold what they want
+    with patch.dict("sys.modules", {"hflayers": original, "project": project, "other": other}):
+        with pytest.warns(UserWarning, match="have imported them: other, project; call"):
+            ah.install_as_hflayers()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ah.install_as_hflayers()
+
+
+def test_install_as_hflayers_takes_defaults_of_the_adaptive_layers():
+    with patch.dict("sys.modules"):
+        refuses("keywords must be one of bases, .*, got 'block'", ah.install_as_hflayers, block=4)
+        ah.install_as_hflayers(blocks=4, separation=ah.Separation("sparsemax"))
+        import hflayers
+        import hflayers.transformer
+
+        class Mine(hflayers.Hopfield):
+            pass
+
+        layers = [Mine(16), hflayers.HopfieldPooling(16).hopfield, hflayers.Hopfield(16, blocks=2)]
+        assert [layer.association_core.similarity.w.shape[-1] for layer in layers] == [4, 4, 2]
+        separations = [layer.association_core.separation for layer in layers]
+        assert {each.name for each in separations} == {"sparsemax"}
+        assert len(set(map(id, separations))) == 3
+        assert type(pickle.loads(pickle.dumps(layers[2]))) is hflayers.Hopfield
+        assert list(inspect.signature(hflayers.Hopfield).parameters) == list(
+            inspect.signature(AdaptiveHopfield).parameters
+        )
+        assert AdaptiveHopfield(16).association_core.similarity.w.shape[-1] == 16
+        ah.install_as_hflayers()
+        assert import_module("hflayers").Hopfield is AdaptiveHopfield
+
+
+def test_a_model_that_was_pickled_with_hflayers_is_complete():
+    """The record has two models with random weights in float64, their inputs and their outputs."""
+    with patch.dict("sys.modules"):
+        ah.install_as_hflayers()
+        path = Path(__file__).parent / "data" / "hflayers_model.pt"
+        saved = torch.load(path, weights_only=False)
+    for name in ("", "static "):
+        model = saved[f"{name.strip() or 'model'}"]
+        x, expected = saved[f"{name}input"], saved[f"{name}output"]
+        torch.testing.assert_close(model(x), expected)
+        for part in ah.similarity_parameters(model):
+            torch.nn.init.normal_(part)
+        trained = model(x)
+        assert not torch.allclose(trained, expected)
+        for each in (deepcopy(model), pickle.loads(pickle.dumps(model)), copy(model)):
+            assert torch.equal(each(x), trained)
+
+
 def test_signatures_are_those_of_hflayers(original):
     from hflayers.activation import HopfieldCore
     from hflayers.transformer import HopfieldDecoderLayer, HopfieldEncoderLayer
@@ -314,7 +372,8 @@ def test_revert_keeps_the_class_of_a_subclass():
     layer, x = Mine(8), torch.randn(2, 3, 8)
     with torch.no_grad():
         layer.association_core.similarity.w.normal_()
-    assert ah.revert_(layer) == [""]
+    refuses("similarity of the model must still be the dot product", ah.revert_, layer)
+    assert ah.revert_(layer, discard=True) == [""]
     plain = OWN["Hopfield"](8)
     plain.load_state_dict(layer.state_dict(), strict=True)
     torch.testing.assert_close(layer(x), plain(x))

@@ -113,6 +113,30 @@ def test_a_uint8_mask_warns_and_works():
         layer(x, stored_pattern_padding_mask=torch.zeros(2, 4, dtype=torch.uint8))
 
 
+def test_a_float_padding_mask_of_0_and_1_is_refused_and_one_that_is_added_is_not():
+    layer, x = hopfield.Hopfield(12, num_heads=2), torch.randn(2, 4, 12)
+    mask = torch.tensor([[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
+    refuses(
+        "stored_pattern_padding_mask must be a bool mask, True = ignore", layer, x, stored_pattern_padding_mask=mask
+    )
+    expected = layer(x, stored_pattern_padding_mask=mask.bool())
+    added = torch.where(mask.bool(), -torch.inf, 0.0)
+    torch.testing.assert_close(layer(x, stored_pattern_padding_mask=added), expected)
+    torch.testing.assert_close(layer(x, stored_pattern_padding_mask=0 * mask), layer(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_patterns_of_another_dtype_are_refused_unless_autocast_converts_them(dtype):
+    for norms in ({}, NO_NORM):
+        layer, x = adaptive.AdaptiveHopfieldPooling(12, num_heads=2, **norms), torch.randn(2, 4, 12).to(dtype)
+        rule = f"patterns must have the dtype of the layer, torch.float32, got {dtype}"
+        refuses(rule, layer, x)
+        refuses(rule, layer.pool_packed, x[0], [1, 3])
+        if dtype == torch.float16:
+            with torch.autocast("cpu", torch.bfloat16):
+                assert layer(x).shape == layer.pool_packed(x[0], [1, 3]).shape == (2, 12)
+
+
 def test_a_float_mask_of_any_dtype():
     layer, x = hopfield.Hopfield(12, num_heads=2), torch.randn(2, 4, 12)
     mask = torch.randint(-2, 3, (4, 4)).float()

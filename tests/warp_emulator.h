@@ -246,7 +246,8 @@ void multiply_any(float (&r)[4], const float (&c)[4], const u32* a, const u32* b
                     const u32 right = all[column * 4 + at]->b[part];
                     total += (double)number(left, k) * number(right, k);
                 }
-                results[lane][i] = total;
+                const float nearest = total;  // hardware rounds toward zero
+                results[lane][i] = std::abs(nearest) > std::abs(total) ? std::nextafter(nearest, 0.0f) : nearest;
             }
         for (int lane = 0; lane < 32; ++lane) std::copy(results[lane], results[lane] + 4, all[lane]->r);
     });
@@ -254,6 +255,18 @@ void multiply_any(float (&r)[4], const float (&c)[4], const u32* a, const u32* b
 
 inline void multiply_tf32(float (&r)[4], const float (&c)[4], const u32 (&a)[2], u32 b) {
     multiply_any<4, 1>(r, c, a, &b, [](u32) { return 0.0f; });
+}
+
+inline void multiply_tf32(float (&r)[4], const float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    multiply_any<8, 1>(r, c, a, b, [](u32) { return 0.0f; });
+}
+
+inline u32 round_tf32(u32 x) { return std::isfinite(bits_float(x)) ? (x + 0x1000) & 0xffffe000 : x; }
+
+inline u32 load_shared(u32 address) {
+    u32 r;
+    std::memcpy(&r, &emulator::shared.at(address), 4);
+    return r;
 }
 
 // The functions of both half-precision types, from the conversion of one number.

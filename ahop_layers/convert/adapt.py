@@ -16,11 +16,11 @@ from ahop_layers.convert.copies import find_copies
 from ahop_layers.convert.find import find_attention
 from ahop_layers.convert.registry import Converter
 from ahop_layers.errors import AHopError, check_given_sizes, check_module
-from ahop_layers.hopfield.adaptive import make_plain
+from ahop_layers.hopfield.adaptive import AdaptiveLayer, is_dot_product, make_plain
 from ahop_layers.ops.operators import is_compiled
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import Init
-from ahop_layers.similarity.associator import SimilarityList, similarity_parameters
+from ahop_layers.similarity.associator import SimilarityList, named_similarities, similarity_parameters
 from ahop_layers.similarity.blocks import BlocksArgument
 from ahop_layers.similarity.options import SimilarityOptions, SimilaritySource
 
@@ -240,8 +240,10 @@ def _naming(name: str) -> Iterator[None]:
         raise AHopError(f"{name}: {error}" if name else str(error)) from error
 
 
-def revert_(model: nn.Module) -> list[str]:
+def revert_(model: nn.Module, *, discard: bool = False) -> list[str]:
     """Undoes :func:`adapt_`: restores the class of every module, keeps its weights and removes the similarities.
+
+    A similarity that is no longer the dot product raises, because the outputs would change: ``discard=True`` drops it.
 
     Parameters that ``freeze_rest`` froze become trainable again. Hopfield layers that were built adaptive become the
     plain layers of :mod:`ahop_layers.hopfield`; a subclass keeps its class, and computes the dot product.
@@ -260,6 +262,11 @@ def revert_(model: nn.Module) -> list[str]:
         if original.swapped != type(module).__name__:  # parametrizations set another class
             got = f"{type(module).__name__} for {name!r}"
             raise AHopError(f"modules must have the classes that adapt_ set, got {got}: undo later changes first")
+    parts = adapted | {name: part for name, part in model.named_modules() if isinstance(part, AdaptiveLayer)}
+    for name, part in {} if discard else parts.items():
+        if not all(map(is_dot_product, named_similarities(part).values())):
+            rule = f"the similarity of {name or 'the model'} must still be the dot product, got another one"
+            raise AHopError(f"{rule}: revert_(model, discard=True) drops it, which changes the outputs")
     for module in adapted.values():
         restore_class_(module)
     adapted |= make_plain(model)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from ahop_layers.similarity.options import SimilarityOptions, SimilaritySource
 
 # A layer of static patterns warns after this number of calls with a gradient and without an optimizer step.
 CALLS_WITHOUT_UPDATE = 100
+_COMPLETED: WeakSet[Any] = WeakSet()  # Hopfield layers that were pickled with hflayers
 
 
 if TYPE_CHECKING:
@@ -66,6 +68,22 @@ class AdaptiveLayer(Restored, HopfieldInterface):
         options = SimilarityOptions(bases, init, debias, separation, similarity, blocks)
         hopfield.make_adaptive(options, learned=hopfield is not self)
         self.to(device=device, dtype=dtype)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Completes a layer that was pickled with hflayers, whose class had the name of this one."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        hopfield: Any = self._inner
+        own, core, learned = vars(hopfield), hopfield.association_core, hopfield is not self
+        if "_batch_first" not in own:
+            hopfield._batch_first, hopfield._input_size = own.pop("_Hopfield__batch_first"), core.embed_dim
+            core.similarity, core.separation = None, Separation()
+            settings = ("scaling", "update_steps_max", "update_steps_eps")
+            core.configure(*(own.pop(f"_Hopfield__{name}") for name in settings))
+            _COMPLETED.add(hopfield)
+        if hopfield in _COMPLETED:  # a layer around it, which is completed later, decides on the dimension
+            hopfield.make_adaptive(SimilarityOptions(), learned)
+        if learned:
+            _COMPLETED.discard(hopfield)
 
 
 def head_shape(core: Any, input_size: int | None, learned: bool = False) -> tuple[int, int | None]:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ahop_layers.association import Padded, Steps, associate, combine_masks
-from ahop_layers.errors import AHopError, describe
-from ahop_layers.ops.operators import has_hooks
+from ahop_layers.errors import AHopError, check_dtype, describe
+from ahop_layers.ops.operators import has_hooks, is_transformed
 from ahop_layers.packed import Packed, PackedPatterns
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.associator import Associator, reset
@@ -178,6 +178,7 @@ class AssociationCore(Associator):
         mine = slice(start, start + rows)
         joint = self.in_proj_weight
         weight = getattr(self, f"{'qkv'[part]}_proj_weight") if joint is None else joint[mine]
+        check_dtype(pattern, weight)
         return functional.linear(pattern, weight, None if self.in_proj_bias is None else self.in_proj_bias[mine])
 
     def _split(self, pattern: Tensor, part: int) -> Tensor:
@@ -234,6 +235,7 @@ class AssociationCore(Associator):
         self, state: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, association: Tensor | None
     ) -> Padded:
         """Projects keys and values ``(N, S, E)`` for the heads of the queries ``(N, H, L, d)``."""
+        _check_padding(padding)
         keys, values = self.heads(key, 1), self.heads(value, 2)
         if state.shape[-1] != keys.shape[-1]:
             got = f"heads of the queries {describe(state)} and of the keys {describe(keys)}"
@@ -244,6 +246,17 @@ class AssociationCore(Associator):
             mask = None if mask is None else mask.grow(state, keys)
             keys, values = (functional.pad(each, (0, 0, 0, 1)) for each in (keys, values))
         return Padded(keys, values, mask)
+
+
+def _check_padding(mask: object) -> None:
+    """Raises for a floating-point mask of 0 and 1, which would be added to the scores; hflayers has no such masks."""
+    if not isinstance(mask, Tensor) or not mask.is_floating_point() or mask.is_meta:
+        return
+    if torch.compiler.is_compiling() or is_transformed():  # which cannot branch on data
+        return
+    if bool((mask == 1).any() & ((mask == 0) | (mask == 1)).all()):
+        rule = "stored_pattern_padding_mask must be a bool mask, True = ignore, or a float to add to the scores"
+        raise AHopError(f"{rule}, got a float mask of 0 and 1: call mask.bool()")
 
 
 def as_steps(steps: int | Tensor | None) -> Steps:

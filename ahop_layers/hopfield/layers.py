@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.errors import AHopError, check_floating, check_given_sizes, check_numbers, check_sizes, describe
+from ahop_layers.errors import (
+    AHopError,
+    check_dtype,
+    check_floating,
+    check_given_sizes,
+    check_numbers,
+    check_sizes,
+    describe,
+)
 from ahop_layers.hopfield.core import AssociationCore, Retrieval
 from ahop_layers.packed import PackedPatterns
 from ahop_layers.similarity.associator import reset
@@ -195,6 +203,7 @@ class Hopfield(HopfieldInterface):
         expected = norm.normalized_shape[0] if norm is not None else None if static else size
         if expected is not None and pattern.shape[-1] != expected:
             raise AHopError(f"a pattern must be (N, rows, {expected}), got {describe(pattern)}")
+        check_dtype(pattern, getattr(norm, "weight", None))
         return pattern if norm is None else norm(pattern)
 
     def _maybe_transpose(self, *args: Tensor) -> Any:

@@ -18,10 +18,7 @@ def allocate_grads(tensors: Sequence[Tensor], need: Sequence[bool], dtype: torch
 
 
 class KernelModule(Protocol):
-    """A kernel module has the functions of :mod:`ahop_layers.ops.chunked`.
-
-    Further ones are optional: ``softmax`` and ``softmax_backward`` as in ``sliced``, and ``compile_ahead``.
-    """
+    """A kernel module has the functions of :mod:`ahop_layers.ops.chunked`; ``compile_ahead`` is optional."""
 
     unavailable: Callable[[], str | None]
     detail: Callable[[], str]

@@ -83,13 +83,12 @@ class Sliced:
         out, log_sum = call.empty_results()
         if call.key.shape[-2] == 0:
             return out.zero_(), log_sum.fill_(torch.inf)
-        compute = getattr(self.kernel, "softmax", softmax)
         if given.weight.requires_grad and hasattr(self.kernel, "compile_ahead"):
             self.kernel.compile_ahead(call.query, given.weight, call.bases, log_sum.dtype)
         for part in _slices(call.query, call.key):
             scores = part.mask_(self.kernel.score(*part.inputs(call)), call)
             dtype = value.dtype if call.seed is None else scores.dtype
-            weights, log_sums = compute(scores, dtype, call.mask is not None)
+            weights, log_sums = softmax(scores, dtype, call.mask is not None)
             del scores
             part.of_queries(log_sum).copy_(log_sums)
             weights = _drop_(weights, part.remaining(call), call.dropout).to(value.dtype)
@@ -107,13 +106,12 @@ class Sliced:
             for tensor, wanted in zip(call[1:4], (*need[1:3], True), strict=True)
         )
         kernel: Any = self.kernel
-        compute = getattr(kernel, "softmax_backward", softmax_backward)
         for part in _slices(call.query, call.key):
             part_grad, remaining = part.of_queries(grad), part.remaining(call)
             scores = part.mask_(kernel.score(*part.inputs(call)), call)
             slopes = part_grad @ part.of_keys(value).mT
             slopes = slopes if remaining is None else _drop_(slopes.to(log_sum.dtype), remaining, call.dropout)
-            weights, score_grad = compute(scores, part.of_queries(log_sum), slopes, value.dtype)
+            weights, score_grad = softmax_backward(scores, part.of_queries(log_sum), slopes, value.dtype)
             del scores, slopes
             if need[0] or need[1] or weigh:
                 grads = kernel.score_backward(score_grad, *part.inputs(call), (need[0], need[1], weigh))

@@ -1,4 +1,4 @@
-"""Host code of fused attention: blocks of half-precision queries and keys on tensor cores, in CUDA C++."""
+"""Host code of fused attention: blocks of queries and keys on tensor cores, in CUDA C++."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -16,10 +16,12 @@ from ahop_layers.ops.protocols import AttentionCall, Need
 
 ROWS, CHUNK = 16, 8  # rows of a tile, and dimensions of a matrix
 MAX_BLOCKS, MAX_DIMENSIONS = 8, 128
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 KEYS = 32  # of a tile of the forward kernel
 SCORE_WARPS = 4  # of a thread block that scores without attention
 RESERVED = 1024  # bytes of shared memory that the driver keeps for each thread block
+BACKWARD_WARPS = 8  # of a thread block, at most
 LEAST_SLOTS = 4  # of the ring of the backward kernel
 MOST_PLANS = 4096
 
@@ -78,8 +80,7 @@ def kernel_shape(n: int, size: int, width: int) -> Shape:
 def serves(call: AttentionCall) -> bool:
     """Returns whether the kernels support a call."""
     query, _, value, weight, mask, *_ = call
-    is_half = query.dtype in (torch.float16, torch.bfloat16) and value.dtype == query.dtype
-    if not is_half or nvrtc.capability(query.device) < (8, 0):
+    if query.dtype not in DTYPES or value.dtype != query.dtype or nvrtc.capability(query.device) < (8, 0):
         return False
     if 0 in (*query.shape, *value.shape) or not set(call.bases) <= {"dis", "dot"}:
         return False
@@ -88,11 +89,18 @@ def serves(call: AttentionCall) -> bool:
     return known and n <= MAX_BLOCKS and n * size <= MAX_DIMENSIONS and width <= MAX_DIMENSIONS
 
 
-def occupancy(shape: Shape) -> tuple[int, int]:
+def uses_tf32() -> bool:
+    """Returns whether PyTorch's products of float32 matrices on a GPU may be TF32, of 11 significant bits."""
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)  # since PyTorch 2.9
+    return bool(matmul.allow_tf32 if precision is None else precision == "tf32")
+
+
+def occupancy(shape: Shape, itemsize: int = 2) -> tuple[int, int]:
     """Returns the most warps of a thread block, and thread blocks on a multiprocessor, that registers allow."""
-    if shape.n * shape.size > 64 or shape.width > 64:
+    if itemsize * shape.n * shape.size > 128 or itemsize * shape.width > 128:
         return 8, 1
-    return (8, 2) if shape.n <= 4 else (4, 3)
+    return (8, 2) if shape.n <= 4 and itemsize == 2 else (4, 3)
 
 
 class AttentionPlan:
@@ -106,7 +114,7 @@ class AttentionPlan:
         n, d, width = weight.shape[-1], query.shape[-1], value.shape[-1]
         self.shape = shape = kernel_shape(n, d // n, width)
         self.is_padded = n * shape.size > d, shape.width > width
-        self.device, self.limits = query.device, _limits(query.device)
+        self.device, self.limits, self.itemsize = query.device, _limits(query.device), query.element_size()
         self.kernels: dict[str, nvrtc.Kernel] = {}
         (self.batch, self.heads, self.length, _), (_, key_heads, self.count, _) = query.shape, key.shape
         self.group, self.dropout = self.heads // key_heads, (threshold(dropout), scale(dropout))
@@ -118,14 +126,15 @@ class AttentionPlan:
             "dot": "dot" in bases,
             "dis": has_dis,
             "dis_at": bases.index("dis") if has_dis else 0,
-            "bf16": query.dtype == torch.bfloat16,
+            "dtype": DTYPES[query.dtype],
+            "precise": query.dtype == torch.float32 and not uses_tf32(),
             "mask": MASKS[None if mask is None else mask.dtype],
             "causal": causal,
             "dropout": dropout > 0,
             "scores": scores,
         }
-        dim_bytes, width_bytes = _row_bytes(n * shape.size), _row_bytes(shape.width)
-        norm_bytes = 16 * n if has_dis else 0
+        dim_bytes, width_bytes = (_row_bytes(self.itemsize * d) for d in (n * shape.size, shape.width))
+        norm_bytes = (4 if query.dtype == torch.float32 else 16) * n if has_dis else 0
         self.row = dim_bytes + width_bytes + norm_bytes  # bytes of shared memory
         self.tiles = -(-self.length // ROWS)
         self.score_bytes = 2 * SCORE_WARPS * ROWS * (dim_bytes + norm_bytes)
@@ -133,7 +142,7 @@ class AttentionPlan:
         self._plan_backward(len(bases), has_dis)
 
     def _plan_forward(self, own: int, causal: bool) -> None:
-        most, resident = occupancy(self.shape)
+        most, resident = occupancy(self.shape, self.itemsize)
         heads, wide = self.batch * self.heads, -(-self.tiles // 16)
         fills = 16 * wide <= 1.1 * self.tiles and heads * wide >= 2 * self.limits.multiprocessors
         if resident == 2 and fills and not causal:
@@ -160,7 +169,7 @@ class AttentionPlan:
         n, dims, heads = self.shape.n, self.shape.n * self.shape.size, self.batch * self.heads
         tile = ROWS * (self.row + 8) + 16 + 512 * (dims // CHUNK + has_dis)
         room = min(self.limits.thread_block, self.limits.multiprocessor - RESERVED) - 16
-        warps, own = 8, ROWS * self.row
+        warps, own = BACKWARD_WARPS, ROWS * self.row
         while warps > 1 and warps * own + LEAST_SLOTS * (tile + 16 * warps) > room:
             warps //= 2
         tile += 16 * warps  # barriers
@@ -304,9 +313,9 @@ class AttentionPlan:
         return [full.data_ptr(), *(size * stride for stride in full.stride())]
 
 
-def _row_bytes(d: int) -> int:
-    """Returns the bytes of a row in shared memory, as in ``tiles.cuh``."""
-    return 16 * (-(-d // 32) * 4 + 1)
+def _row_bytes(size: int) -> int:
+    """Returns the bytes in shared memory of a row of ``size`` bytes, as in ``tiles.cuh``."""
+    return 16 * (-(-size // 64) * 4 + 1)
 
 
 def _even_warps(tiles: int, most: int, heads: int, multiprocessors: int) -> int:
@@ -326,7 +335,8 @@ _plans: dict[tuple[Any, ...], AttentionPlan] = {}
 def _signature(call: AttentionCall) -> tuple[Any, ...]:
     query, key, value, weight, mask, seed, bases, causal, dropout, beta, _ = call
     tensors = query, key, value, weight, mask, seed, beta
-    return *[None if x is None else (x.shape, x.dtype, x.device) for x in tensors], bases, causal, dropout
+    tf32 = query.dtype == torch.float32 and uses_tf32()
+    return *[None if x is None else (x.shape, x.dtype, x.device) for x in tensors], bases, causal, dropout, tf32
 
 
 def planned(call: AttentionCall) -> AttentionPlan | None:
@@ -350,8 +360,8 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def _place(tensor: Tensor) -> Place:
-    batch, head, row, _ = tensor.stride()
-    return tensor.data_ptr(), 2 * batch, 2 * head, 2 * row
+    (batch, head, row, _), size = tensor.stride(), tensor.element_size()
+    return tensor.data_ptr(), size * batch, size * head, size * row
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -1,12 +1,11 @@
 """The kernels for NVIDIA GPUs as one backend, with the interface of :mod:`ahop_layers.ops.chunked`."""
 
 from collections.abc import Sequence
-from struct import Struct
 
 import torch
 from torch import Tensor
 
-from ahop_layers.ops import chunked, sliced
+from ahop_layers.ops import chunked
 from ahop_layers.ops.gpu import missing as unknown
 from ahop_layers.ops.gpu import nvrtc
 from ahop_layers.ops.gpu import score as lanes
@@ -15,8 +14,6 @@ from ahop_layers.ops.reference import fold
 
 MAX_DIMENSIONS = 1024
 MAX_BASES = 8
-SOFTMAX = Struct("<5qi4x")
-SOFTMAX_ROWS = 8  # of a thread block
 
 
 def unavailable() -> str | None:
@@ -87,35 +84,3 @@ def compile_ahead(query: Tensor, weight: Tensor, bases: tuple[str, ...], scores:
     if not lanes.use_tiles(query, weight, bases) and "near" not in bases:
         sizes = query.shape[-1], weight.shape[-1]
         lanes.compile_ahead(query.device, query.dtype, *sizes, bases, scores, weight.requires_grad)
-
-
-def softmax(scores: Tensor, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
-    """Computes the softmax of scores ``(N, H, L, S)`` in a dtype, and the log-sum-exp ``(N, H, L)``, in one kernel."""
-    if _needs_plain_softmax(scores, dtype):
-        return sliced.softmax(scores, dtype, masked)
-    weights, log_sum = torch.empty_like(scores, dtype=dtype), scores.new_empty(scores.shape[:-1])
-    _run_softmax("softmax", scores, weights, log_sum)
-    return weights, log_sum
-
-
-def softmax_backward(scores: Tensor, log_sum: Tensor, slopes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Computes the weights in a dtype, and the gradients of the scores, in their memory, from ``slopes``."""
-    if _needs_plain_softmax(scores, dtype):
-        return sliced.softmax_backward(scores, log_sum, slopes, dtype)
-    weights = torch.empty_like(scores, dtype=dtype)
-    _run_softmax("softmax_backward", scores, weights, log_sum.contiguous(), slopes.contiguous())
-    return weights, scores
-
-
-def _needs_plain_softmax(scores: Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether the device has no instructions for a dtype."""
-    return dtype == torch.bfloat16 and nvrtc.capability(scores.device) < (8, 0)
-
-
-def _run_softmax(name: str, scores: Tensor, weights: Tensor, log_sum: Tensor, slopes: Tensor | None = None) -> None:
-    dtype, slope_dtype = lanes.DTYPES[weights.dtype], lanes.DTYPES[(weights if slopes is None else slopes).dtype]
-    pointers = (0 if each is None else each.data_ptr() for each in (scores, weights, log_sum, slopes))
-    arguments = SOFTMAX.pack(*pointers, log_sum.numel(), scores.shape[-1])
-    constants = ("dtype", dtype), ("slope_dtype", slope_dtype)
-    kernel = nvrtc.kernel("softmax.cu", name, constants, scores.device.index or 0)
-    nvrtc.run(scores.device, [(kernel, -(-log_sum.numel() // SOFTMAX_ROWS), 256, 0)], arguments)

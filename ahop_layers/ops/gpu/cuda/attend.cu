@@ -25,14 +25,14 @@ struct Forward {
 
 // Computes the scores of a tile, less `largest`; `left` keys of it exist, and all if FULL.
 template <bool FULL>
-DEVICE void score_tile(float (&scores)[PARTS][4], const u32 (&queries)[CHUNKS + CHUNKS % 2][2],
+DEVICE void score_tile(float (&scores)[PARTS][4], const u32 (&queries)[own_words(DIM)],
                        const u32 (&query_norms)[N][2], const float (&u)[BASES][N], const float (&largest)[2], u32 keys,
                        const char* norms, int left) {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
         if (!FULL && 8 * part >= left) continue;
         Similarities similarities;
-        similarities.compute(queries, keys + 8 * part * DIM_BYTES, query_norms, norms + 128 * part, GROUP_KEYS);
+        similarities.compute(queries, keys + 8 * part * DIM_BYTES, query_norms, norms + 8 * NORM * part, GROUP_KEYS);
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
             float x[BASES][N], score = -largest[pair / 2];
@@ -112,7 +112,7 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
         u32 words[2][2];
         if (DROPOUT) pairs.query_words(rows[0], words[0]), pairs.query_words(rows[1], words[1]);
         store_norms<true>(own_norms, own, lane.index);
-        u32 queries[CHUNKS + CHUNKS % 2][2];
+        u32 queries[own_words(DIM)];
         load_own<DIM>(queries, shared_address(own) + lane.pair<DIM>());
         sync_warp();
         u32 query_norms[N][2];
@@ -131,7 +131,7 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
             }
             if (first >= p.length) continue;
             const int offset = area * AREA_BYTES, left = seen - start;
-            const char* norms = shared + offset + NORMS + 16 * (part + lane.row) + 2 * lane.column;
+            const char* norms = shared + offset + NORMS + NORM * part + lane.norm();
             const u32 keys = base + offset + part * DIM_BYTES + lane.quad<DIM>();
             float scores[PARTS][4];
             if (left >= KEYS) {
@@ -189,14 +189,14 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
             totals[1] += sums[1];
 #pragma unroll
             for (int i = 0; i < PARTS; i += 2) {
-                u32 packed[4];
+                u32 packed[SQUARE];
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const float* two = shares[i + j / 2] + j % 2 * 2;
-                    packed[j] = Half::pack(two[0], two[1]);
+                    set_pair(packed, j, two[0], two[1]);
                 }
-                const u32 values = base + offset + VALUES + (part + 8 * i) * WIDTH_BYTES + lane.pair<WIDTH>();
-                multiply_columns<WIDTH>(readout, [&](int) -> const u32(&)[4] { return packed; }, values);
+                const u32 values = base + offset + VALUES + (part + 8 * i) * WIDTH_BYTES + lane.columns<WIDTH>();
+                multiply_columns<WIDTH>(readout, [&](int) -> const u32(&)[SQUARE] { return packed; }, values);
             }
         }
         if (first >= p.length) return;
@@ -207,7 +207,10 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
             totals[row] += shuffle_xor(totals[row], 2);
             const bool empty = totals[row] == 0;
             inverse[row] = empty ? 0 : p.factor / totals[row];
-            const float log_sum = empty ? INFINITE : (largest[row] + log2_approx(totals[row])) * LN_2;
+            // Float32 rounds once: an error of the logarithm changes all shares that the backward pass computes.
+            const float finite = SINGLE ? fmaf(largest[row], LN_2, logf(totals[row]))
+                                        : (largest[row] + log2_approx(totals[row])) * LN_2;
+            const float log_sum = empty ? INFINITE : finite;
             if (lane.column == 0 && rows[row] < p.length) p.log_sum[(i64)index * p.length + rows[row]] = log_sum;
         }
         store_rows<WIDTH>(readout, inverse[0], inverse[1], own, p.out.at(n, h) + first * p.out.row, p.out.row,

@@ -10,7 +10,9 @@
 #include "tiles.cuh"
 
 constexpr int SUMS = CHUNKS + DIS, SUM_BYTES = 512;  // of a tile: matrices of 16 x 8 numbers, 16 bytes for each lane
-constexpr u32 MINUS_ZEROS = 0x80008000;              // changes no sum
+constexpr u32 MINUS_ZEROS = SINGLE ? 1u << 31 : 0x80008000;  // changes no sum
+constexpr float LOG_UNIT = SINGLE ? 1 : LOG2_E;        // base 2, but float32 would round again
+constexpr int TOGETHER = SINGLE ? 2 : 1;               // halves of a tile whose own rows are loaded at once
 constexpr int WARPS = THREADS / 32;
 constexpr int PARTS = BASES * N + 1;                 // gradients of the weights, and the sum of score gradients
 constexpr int VISITS = 2 * WARPS;                    // barriers of a tile, which its visitors use in turns
@@ -28,7 +30,7 @@ struct Backward {
     Weights weights;
     const u32* seed;
     const float* log_sum;
-    float2* statistics;   // (N * H, padded): logarithm of the sum in base 2, and product of readout and gradient
+    float2* statistics;   // (N * H, padded): logarithm of the sum over LOG_UNIT, and product of readout and gradient
     float4* query_sums;   // (N * H, tiles, CHUNKS, 32): what earlier thread blocks added, if there are several
     u32* turns;           // the numbers of thread blocks that started, and (N * H, tiles) that added
     float* weight_parts;  // (N * H, tiles of keys, PARTS)
@@ -41,12 +43,24 @@ struct Backward {
 
 DEVICE int tiles_of(int length) { return (length + ROWS - 1) / ROWS; }
 
+// Loads two numbers of adjacent dimensions.
+DEVICE void load_two(float& low, float& high, const char* place) {
+    if (SINGLE) low = ((const float2*)place)->x, high = ((const float2*)place)->y;
+    else Half::unpack(*(const u32*)place, low, high);
+}
+
 // Loads eight numbers at an address that is a multiple of 16.
 DEVICE void load_eight(float (&x)[8], const char* place) {
-    const uint4 four = *(const uint4*)place;
-    const u32 words[4] = {four.x, four.y, four.z, four.w};
+    const uint4* units = (const uint4*)place;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) Half::unpack(words[i], x[2 * i], x[2 * i + 1]);
+    for (int unit = 0; unit < BYTES / 2; ++unit) {
+        const u32 words[4] = {units[unit].x, units[unit].y, units[unit].z, units[unit].w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (SINGLE) x[4 * unit + i] = bits_float(words[i]);
+            else Half::unpack(words[i], x[2 * i], x[2 * i + 1]);
+        }
+    }
 }
 
 // Adds the product of eight numbers each to `total`.
@@ -67,35 +81,67 @@ KERNEL void attend_statistics(const Backward p) {
     if (!SCORES && exists && row < p.length && member < WIDTH_CHUNKS) {
         const i64 n = index / p.heads, h = index % p.heads;
         float out[8], grad[8];
-        load_eight(out, p.out.at(n, h) + row * p.out.row + 16 * member);
-        load_eight(grad, p.grad.at(n, h) + row * p.grad.row + 16 * member);
+        load_eight(out, p.out.at(n, h) + row * p.out.row + 8 * BYTES * member);
+        load_eight(grad, p.grad.at(n, h) + row * p.grad.row + 8 * BYTES * member);
         total = add_product(out, grad, 0);
     }
 #pragma unroll
     for (int distance = 1; distance < LANES; distance *= 2) total += shuffle_xor(total, distance);
     if (!exists || member) return;
-    const float log_sum = !SCORES && row < p.length ? p.log_sum[(i64)index * p.length + row] * LOG2_E : INFINITE;
+    const bool counts = !SCORES && row < p.length;
+    const float log_sum = counts ? p.log_sum[(i64)index * p.length + row] * LOG_UNIT : INFINITE;
     p.statistics[place] = make_float2(log_sum, total);
     if (row % ROWS == 0) p.turns[1 + place / ROWS] = 0;
 }
 
+// The derivatives of `dis`, which are summed over queries and over keys. Half precision multiplies them by ones.
+// Float32 adds them up: in a lane for its two keys, and for its columns of each half, two queries by four blocks.
+struct Distances {
+    u32 slopes[SINGLE ? 1 : N][SQUARE];
+    float columns[2][(N + 3) / 4][8];
+
+    // Sums the columns over the keys: lane 8 * (block % 4) + 4 * (query % 2) + query / 2 gets half + 2 * (block / 4).
+    DEVICE void sum_columns(float (&sums)[4], Lane lane) {
+#pragma unroll
+        for (int i = 0; i < (N > 4 ? 4 : 2); ++i) {
+            float(&x)[8] = columns[i % 2][i / 2];
+#pragma unroll
+            for (int count = 4; count; count /= 2) {
+                const bool upper = lane.row & count;
+#pragma unroll
+                for (int j = 0; j < count; ++j) {
+                    const float sent = upper ? x[j] : x[j + count], kept = upper ? x[j + count] : x[j];
+                    x[j] = kept + shuffle_xor(sent, 4 * count);
+                }
+            }
+            sums[i] = x[0];
+        }
+    }
+};
+
 // Subtracts rows times the sums of their derivatives, which the difference in `dis` contributes.
-DEVICE void subtract_rows(float (&chunks)[CHUNKS][4], const float (&sums)[4], const char* rows, Lane lane) {
+template <class Sum>
+DEVICE void subtract_rows(float (&chunks)[CHUNKS][4], Sum sum, const char* rows, Lane lane) {
 #pragma unroll
     for (int block = 0; block < N; ++block) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            const float factor = shuffle(sums[2 * row + block % 2], lane.index / 4 * 4 + block / 2);
+            const float factor = sum(row, block);
 #pragma unroll
             for (int chunk = block * (SIZE / 8); chunk < (block + 1) * (SIZE / 8); ++chunk) {
                 float low, high;
-                const char* place = rows + (lane.row + 8 * row) * DIM_BYTES + 16 * chunk + 2 * lane.column;
-                Half::unpack(*(const u32*)place, low, high);
+                load_two(low, high, rows + (lane.row + 8 * row) * DIM_BYTES + BYTES * (8 * chunk + lane.column));
                 chunks[chunk][2 * row] -= factor * low;
                 chunks[chunk][2 * row + 1] -= factor * high;
             }
         }
     }
+}
+
+// Adds the product of 16 x 16 and 16 x 8 numbers in half precision; does nothing in float32.
+template <int COUNT, int WORDS>
+DEVICE void multiply_half(float (&c)[COUNT], const u32 (&a)[WORDS], u32 b0, u32 b1) {
+    if constexpr (WORDS == 4) Half::multiply(c, a, b0, b1);
 }
 
 // What a warp keeps: its keys and values, their gradients and the gradients of the weights.
@@ -107,8 +153,8 @@ struct OwnKeys {
     int first;        // index of the first key
     float factor;     // of the shares that dropout keeps
     float exponents[BASES][N], weight_grad[BASES][N], score_grad;
-    RankedWeights<N, Half> ranked[BASES];
-    float key_grad[CHUNKS][4], value_grad[WIDTH_CHUNKS][4], key_sums[4];
+    RankedWeights<N, Number> ranked[BASES];
+    float key_grad[CHUNKS][4], value_grad[WIDTH_CHUNKS][4], key_sums[SINGLE ? 2 * N : 4];
 
     // Prepares the keys and values from `start` on.
     DEVICE void begin(const Backward& p, int n, int h, int start) {
@@ -120,12 +166,13 @@ struct OwnKeys {
         copies_commit();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            key_sums[i] = 0;
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; ++chunk) key_grad[chunk][i] = 0;
 #pragma unroll
             for (int chunk = 0; chunk < WIDTH_CHUNKS; ++chunk) value_grad[chunk][i] = 0;
         }
+#pragma unroll
+        for (float& sum : key_sums) sum = 0;
         copies_wait<0>();
         sync_warp();
         store_norms<true>(own + NORMS, own, lane.index);
@@ -137,7 +184,13 @@ struct OwnKeys {
 
     // Stores the gradients of the keys and values.
     DEVICE void finish(const Backward& p, int n, int h) {
-        if (DIS) subtract_rows(key_grad, key_sums, own, lane);
+        auto sum = [&](int row, int block) {
+            if (!SINGLE) return shuffle(key_sums[2 * row + block % 2], lane.index / 4 * 4 + block / 2);
+            float& all = key_sums[row * N + block];
+            all += shuffle_xor(all, 1);
+            return all + shuffle_xor(all, 2);
+        };
+        if (DIS) subtract_rows(key_grad, sum, own, lane);
         const int left = p.count - first;
         store_rows<DIM>(key_grad, 1, 1, own, p.key_grad.at(n, h) + first * p.key_grad.row, p.key_grad.row, left, lane);
         if (!SCORES)
@@ -171,35 +224,43 @@ struct OwnKeys {
             float totals[N];
 #pragma unroll
             for (int j = 0; j < N; ++j) totals[j] = sum_warp(weight_grad[i][j]);
-            RankedWeights<N, Half>::undo(totals);
+            RankedWeights<N, Number>::undo(totals);
 #pragma unroll
             for (int j = 0; j < N; ++j)
                 if (lane.index == 0) parts[place * N + j] = DIS && i == 0 ? 2 * totals[j] : totals[j];
         }
     }
 
-    // Sorts the similarities of 8 queries from `query` on. Sets the shares and the derivatives of all blocks, and of
-    // `dis` alone, as columns `half` of left factors, with keys as rows.
-    DEVICE void differentiate(int half, int query, const char* tile, u32 tile_address, u32 (&shares)[4],
-                              u32 (&slopes)[N][4], u32 (&distances)[N][4]) {
-        u32 keys[CHUNKS + CHUNKS % 2][2], norms[N][2];
+    // Computes the similarities and the gradients of shares of TOGETHER times 8 queries, from half `half` of a tile on.
+    DEVICE void compare(int half, const char* tile, u32 tile_address, Similarities (&similarities)[TOGETHER],
+                        float (&products)[TOGETHER][4]) {
+        u32 keys[own_words(DIM)], norms[N][2];
         load_own<DIM>(keys, address + lane.pair<DIM>());
         load_own_norms(norms, own + NORMS, lane);
-        Similarities similarities;
-        similarities.compute(keys, tile_address + 8 * half * DIM_BYTES + lane.quad<DIM>(), norms,
-                             tile + NORMS + 128 * half + 16 * lane.row + 2 * lane.column, ROWS);
-        float products[4] = {};
-        if (!SCORES) {
-            u32 values[WIDTH_CHUNKS + WIDTH_CHUNKS % 2][2], streamed[(WIDTH + 31) / 32 * 4];
-            load_own<WIDTH>(values, address + SECOND + lane.pair<WIDTH>());
-            load_streamed<WIDTH>(streamed, tile_address + SECOND + 8 * half * WIDTH_BYTES + lane.quad<WIDTH>());
-            multiply_rows<0, WIDTH_CHUNKS>(products, values, streamed);
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+            similarities[i].compute(keys, tile_address + 8 * (half + i) * DIM_BYTES + lane.quad<DIM>(), norms,
+                                    tile + NORMS + 8 * NORM * (half + i) + lane.norm(), ROWS);
+        if (SCORES) return;
+        u32 values[own_words(WIDTH)], streamed[streamed_words(WIDTH)];
+        load_own<WIDTH>(values, address + SECOND + lane.pair<WIDTH>());
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            load_streamed<WIDTH>(streamed, tile_address + SECOND + 8 * (half + i) * WIDTH_BYTES + lane.quad<WIDTH>());
+            multiply_rows<0, WIDTH_CHUNKS>(products[i], values, streamed);
         }
+    }
+
+    // Sorts the similarities of 8 queries from `query` on. Sets the shares and the derivatives of all blocks, and of
+    // `dis` alone, as columns `half` of left factors, with keys as rows.
+    DEVICE void differentiate(int half, int query, const char* tile, const Similarities& similarities,
+                              const float (&products)[4], u32 (&shares)[SQUARE], u32 (&slopes)[N][SQUARE],
+                              Distances& distances) {
         const float4 at_columns = *(const float4*)(tile + STATISTICS + 64 * half + 8 * lane.column);
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const int key = first + lane.row + 8 * row;
-            typename RankedWeights<N, Half>::Order ranks[2][BASES];
+            typename RankedWeights<N, Number>::Order ranks[2][BASES];
             float grads[2], kept[2];
 #pragma unroll
             for (int side = 0; side < 2; ++side) {
@@ -207,7 +268,7 @@ struct OwnKeys {
                 similarities.of_pair(2 * row + side, x);
 #pragma unroll
                 for (int i = 0; i < BASES; ++i) {
-                    ranks[side][i] = RankedWeights<N, Half>::sort(x[i]);
+                    ranks[side][i] = RankedWeights<N, Number>::sort(x[i]);
 #pragma unroll
                     for (int j = 0; j < N; ++j) score = fmaf(x[i][j], exponents[i][j], score);
                 }
@@ -216,7 +277,8 @@ struct OwnKeys {
                     grads[side] = pairs.number(column, key);
                 } else {
                     score = pairs.masked(score, column, key);
-                    float share = exp2_approx(score - (side ? at_columns.z : at_columns.x));
+                    const float log_sum = side ? at_columns.z : at_columns.x;
+                    float share = exp2_approx(SINGLE ? fmaf(log_sum, -LOG2_E, score) : score - log_sum);
                     share = key < pairs.count ? share : 0;
                     float share_grad = products[2 * row + side];
                     kept[side] = share;
@@ -236,68 +298,99 @@ struct OwnKeys {
                     for (int j = 0; j < N; ++j) weight_grad[i][j] = fmaf(grads[side], x[i][j], weight_grad[i][j]);
             }
             const int place = 2 * half + row;
-            const u32 both = Half::pack(grads[0], grads[1]);
-            if (!SCORES) shares[place] = Half::pack(kept[0], kept[1]);
-            u32 weights[BASES][N];
+            if (!SCORES) set_pair(shares, place, kept[0], kept[1]);
 #pragma unroll
-            for (int i = 0; i < BASES; ++i) ranked[i].look_up(ranks[0][i], ranks[1][i], weights[i]);
+            for (int side = 0; side < SQUARE / 4; ++side) {  // both sides in one word of half precision
+                const u32 grad = Number::pack(grads[side], grads[1]);
+                u32 weights[BASES][N];
 #pragma unroll
-            for (int block = 0; block < N; ++block) {
-                u32 slope = MINUS_ZEROS;
+                for (int i = 0; i < BASES; ++i) ranked[i].look_up(ranks[side][i], ranks[1][i], weights[i]);
 #pragma unroll
-                for (int i = 0; i < BASES; ++i) {
-                    slope = Half::fma(weights[i][block], both, slope);
-                    if (DIS && i == 0) distances[block][place] = slope;
+                for (int block = 0; block < N; ++block) {
+                    u32 slope = MINUS_ZEROS;
+#pragma unroll
+                    for (int i = 0; i < BASES; ++i) {
+                        slope = Number::fma(weights[i][block], grad, slope);
+                        if (!DIS || i > 0) continue;
+                        if (SINGLE) {
+                            key_sums[SINGLE ? row * N + block : 0] += bits_float(slope);
+                            distances.columns[half][block / 4][block % 4 * 2 + side] += bits_float(slope);
+                        } else {
+                            distances.slopes[SINGLE ? 0 : block][place] = slope;
+                        }
+                    }
+                    slopes[block][SQUARE / 4 * place + side] = slope;
                 }
-                slopes[block][place] = slope;
             }
         }
     }
 
     // Adds the gradients of all pairs with a tile of 16 queries from `query` on, as its visitor `number`.
     DEVICE void add_tile(int query, char* tile, u32 tile_address, u32 number) {
-        u32 shares[4], slopes[N][4], distances[N][4];
+        u32 shares[SQUARE], slopes[N][SQUARE];
+        Distances distances = {};
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            differentiate(half, query + 8 * half, tile, tile_address, shares, slopes, distances);
+        for (int half = 0; half < 2; half += TOGETHER) {
+            Similarities similarities[TOGETHER];
+            float products[TOGETHER][4] = {};
+            compare(half, tile, tile_address, similarities, products);
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i)
+                differentiate(half + i, query + 8 * (half + i), tile, similarities[i], products[i], shares, slopes,
+                              distances);
+        }
         if (!SCORES)
-            multiply_columns<WIDTH>(value_grad, [&](int) -> const u32(&)[4] { return shares; },
-                                    tile_address + SECOND + lane.pair<WIDTH>());
-        multiply_columns<DIM>(key_grad, [&](int chunk) -> const u32(&)[4] { return slopes[chunk * 8 / SIZE]; },
-                              tile_address + lane.pair<DIM>());
-        if (DIS) {
-#pragma unroll
-            for (int block = 0; block < N; ++block) {
-                const u32 ones = lane.row == block ? Half::ONES : 0;  // a column of ones
-                Half::multiply(key_sums, distances[block], ones, ones);
-            }
-        }
-        u32 own_columns[CHUNKS + CHUNKS % 2][2];
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
-            u32 r[4];
-            load_transposed(r, address + lane.pair<DIM>() + 16 * chunk);
-            own_columns[chunk][0] = r[0], own_columns[chunk][1] = r[1];
-            own_columns[chunk + 1][0] = r[2], own_columns[chunk + 1][1] = r[3];
-        }
+            multiply_columns<WIDTH>(value_grad, [&](int) -> const u32(&)[SQUARE] { return shares; },
+                                    tile_address + SECOND + lane.columns<WIDTH>());
+        auto slopes_of = [&](int chunk) -> const u32(&)[SQUARE] { return slopes[chunk * 8 / SIZE]; };
+        multiply_columns<DIM>(key_grad, slopes_of, tile_address + lane.columns<DIM>());
         // All sums are loaded before the first one is stored: the compiler cannot know that they are different.
         char* const sums = tile + TILE_SUMS + 16 * lane.index;
         float query_sums[SUMS][4];
-        await_visit(tile_address, number);
+        if constexpr (SINGLE) {
+            float query_grad[CHUNKS][4] = {}, column_sums[4] = {};
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) load_sum(query_sums[i], sums + i * SUM_BYTES);
+            for (int block = 0; block < N; ++block) turn(slopes[block], slopes[block]);
+            multiply_columns<DIM>(query_grad, slopes_of, address + lane.columns<DIM>());
+            if (DIS) distances.sum_columns(column_sums, lane);
+            await_visit(tile_address, number);
 #pragma unroll
-        for (int block = 0; block < N; ++block) {
-            u32 turned[4];
+            for (int i = 0; i < SUMS; ++i) load_sum(query_sums[i], sums + i * SUM_BYTES);
+#pragma unroll
+            for (int i = 0; i < 4 * SUMS; ++i)
+                query_sums[i / 4][i % 4] += i < 4 * CHUNKS ? query_grad[i / 4 % CHUNKS][i % 4] : column_sums[i % 4];
+        } else {
             if (DIS) {
-                const u32 ones = lane.row == block ? Half::ONES : 0;
-                turn(turned, distances[block]);
-                Half::multiply(query_sums[SUMS - 1], turned, ones, ones);
-            }
-            if (DOT) turn(turned, slopes[block]);
 #pragma unroll
-            for (int chunk = block * (SIZE / 8); chunk < (block + 1) * (SIZE / 8); ++chunk)
-                Half::multiply(query_sums[chunk], turned, own_columns[chunk][0], own_columns[chunk][1]);
+                for (int block = 0; block < N; ++block) {
+                    const u32 ones = lane.row == block ? Half::ONES : 0;  // a column of ones
+                    multiply_half(key_sums, distances.slopes[block], ones, ones);
+                }
+            }
+            u32 own_columns[CHUNKS + CHUNKS % 2][2];
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
+                u32 r[4];
+                load_transposed(r, address + lane.pair<DIM>() + 16 * chunk);
+                own_columns[chunk][0] = r[0], own_columns[chunk][1] = r[1];
+                own_columns[chunk + 1][0] = r[2], own_columns[chunk + 1][1] = r[3];
+            }
+            await_visit(tile_address, number);
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) load_sum(query_sums[i], sums + i * SUM_BYTES);
+#pragma unroll
+            for (int block = 0; block < N; ++block) {
+                u32 turned[SQUARE];
+                if (DIS) {
+                    const u32 ones = lane.row == block ? Half::ONES : 0;
+                    turn(turned, distances.slopes[block]);
+                    multiply_half(query_sums[SUMS - 1], turned, ones, ones);
+                }
+                if (DOT) turn(turned, slopes[block]);
+#pragma unroll
+                for (int chunk = block * (SIZE / 8); chunk < (block + 1) * (SIZE / 8); ++chunk)
+                    multiply_half(query_sums[chunk], turned, own_columns[chunk][0], own_columns[chunk][1]);
+            }
         }
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) store_sum(sums + i * SUM_BYTES, query_sums[i]);
@@ -315,9 +408,23 @@ struct OwnKeys {
         barrier_arrive(tile_address + BARRIERS + number % VISITS * 8);
     }
 
-    static DEVICE void turn(u32 (&turned)[4], const u32 (&matrix)[4]) {
-        turned[0] = transpose(matrix[0]), turned[1] = transpose(matrix[2]);
-        turned[2] = transpose(matrix[1]), turned[3] = transpose(matrix[3]);
+    // Transposes 16 x 16 numbers; those of float32 in two halves.
+    static DEVICE void turn(u32 (&turned)[SQUARE], const u32 (&matrix)[SQUARE]) {
+        u32 r[SQUARE];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int from = SQUARE / 4 * (i % 2 * 2 + i / 2);
+            if (SINGLE) {
+                const u32 a = matrix[from], b = matrix[from + SQUARE / 8];
+                const u32 lower = transpose(select_bytes(a, b, 0x5410)), upper = transpose(select_bytes(a, b, 0x7632));
+                r[SQUARE / 4 * i] = select_bytes(lower, upper, 0x5410);
+                r[SQUARE / 4 * i + SQUARE / 8] = select_bytes(lower, upper, 0x7632);
+            } else {
+                r[i] = transpose(matrix[from]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < SQUARE; ++i) turned[i] = r[i];
     }
 
     static DEVICE void load_sum(float (&r)[4], const char* place) {
@@ -410,7 +517,11 @@ DEVICE void store_queries(const Backward& p, char* tile, int index, int first, i
     if (DIS) {
         float all[4];
         OwnKeys::load_sum(all, sums + CHUNKS * SUM_BYTES);
-        subtract_rows(query_grad, all, tile, lane);
+        auto sum = [&](int row, int block) {
+            if (SINGLE) return shuffle(all[row + block / 4 * 2], block % 4 * 8 + lane.row % 2 * 4 + lane.row / 2);
+            return shuffle(all[2 * row + block % 2], lane.index / 4 * 4 + block / 2);
+        };
+        subtract_rows(query_grad, sum, tile, lane);
     }
     const i64 place = (i64)index * tiles_of(p.length) + first / ROWS;
     if (add_in_turn(query_grad, p.query_sums + place * CHUNKS * 32, p.turns + 1 + place, mine, last, lane))
@@ -507,8 +618,8 @@ DEVICE float sample_pair(const Backward& p, int h, u32 number, float (&x)[BASES]
 #pragma unroll
         for (int chunk = block * SIZE / 8; chunk < (block + 1) * SIZE / 8; ++chunk) {
             float q[8], k[8];
-            load_eight(q, queries + 16 * chunk);
-            load_eight(k, keys + 16 * chunk);
+            load_eight(q, queries + 8 * BYTES * chunk);
+            load_eight(k, keys + 8 * BYTES * chunk);
             dot = add_product(q, k, dot);
 #pragma unroll
             for (int i = 0; i < 8; ++i) q[i] -= k[i];

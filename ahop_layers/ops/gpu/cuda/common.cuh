@@ -25,6 +25,14 @@ constexpr int bytes_of(int dtype) { return dtype == FLOAT ? 4 : 2; }
 template <int DTYPE> struct HalfOf { typedef Float16 Type; };
 template <> struct HalfOf<BFLOAT> { typedef BFloat16 Type; };
 
+// A float32 number in a word, with the functions of half-precision types, where a word holds two.
+struct Float32 {
+    static DEVICE u32 pack(float x, float) { return float_bits(x); }
+    static DEVICE u32 fma(u32 a, u32 b, u32 c) { return float_bits(fmaf(bits_float(a), bits_float(b), bits_float(c))); }
+};
+template <class Number> constexpr bool IS_FLOAT = false;
+template <> constexpr bool IS_FLOAT<Float32> = true;
+
 template <int DTYPE>
 DEVICE float load_float(const char* numbers, i64 place = 0) {
     if constexpr (DTYPE == FLOAT) return ((const float*)numbers)[place];

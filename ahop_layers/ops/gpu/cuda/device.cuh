@@ -153,6 +153,27 @@ DEVICE void multiply_tf32(float (&r)[4], const float (&c)[4], const u32 (&a)[2],
         : "r"(a[0]), "r"(a[1]), "r"(b), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
+// Products of 16 x 8 by 8 x 8 float32 numbers, of which the upper 19 bits count, added to `c`. Sums round toward zero.
+DEVICE void multiply_tf32(float (&r)[4], const float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(r[0]), "=f"(r[1]), "=f"(r[2]), "=f"(r[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+// The nearest number with 11 significant bits.
+DEVICE u32 round_tf32(u32 x) {
+    u32 r;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(bits_float(x)));
+    return r;
+}
+
+DEVICE u32 load_shared(u32 address) {
+    u32 r;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(address) : "memory");
+    return r;
+}
+
 // What both half-precision types have. A word holds two numbers. `multiply` adds the product of 16 x 16 and 16 x 8
 // numbers to `c`, or of 16 x 8 and 8 x 8 numbers.
 #define HALF_FUNCTIONS(TYPE) \

@@ -39,7 +39,7 @@ KERNEL void __launch_bounds__(THREADS) score_tiles(const TileScore p) {
     sync_block();
     store_norms<true>(queries_area + NORMS, queries_area, threadIdx.x, THREADS, KEYS);
     sync_block();
-    u32 queries[CHUNKS + CHUNKS % 2][2], query_norms[N][2];
+    u32 queries[own_words(DIM)], query_norms[N][2];
     load_own<DIM>(queries, shared_address(queries_area) + warp * ROWS * DIM_BYTES + lane.pair<DIM>());
     load_own_norms<KEYS>(query_norms, queries_area + NORMS + 16 * warp * ROWS, lane);
     const int rows[2] = {first + lane.row, first + lane.row + 8};
@@ -57,7 +57,7 @@ KERNEL void __launch_bounds__(THREADS) score_tiles(const TileScore p) {
             if (first >= p.length || start + 8 * part >= end) break;
             Similarities similarities;
             similarities.compute(queries, shared_address(keys) + 8 * part * DIM_BYTES + lane.quad<DIM>(), query_norms,
-                                 keys + NORMS + 128 * part + 16 * lane.row + 2 * lane.column, KEYS);
+                                 keys + NORMS + 8 * NORM * part + lane.norm(), KEYS);
 #pragma unroll
             for (int pair = 0; pair < 4; ++pair) {
                 float x[BASES][N], score = 0;

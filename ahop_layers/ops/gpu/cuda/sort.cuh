@@ -70,7 +70,8 @@ struct Sorter {
 //
 // A value carries a shift in its low five bits through the sort, four times the index of its block. A rank selects one
 // of eight bytes: low and high bytes of the weights are two tables.
-template <int N, class Half>
+// KIND is 2 or 4 for that number of blocks, else 1 for float32.
+template <int N, class Half, int KIND = N == 2 || N == 4 ? N : IS_FLOAT<Half>>
 struct RankedWeights {
     typedef u32 Order;  // four bits for the rank of a block
     u32 low[2], high[2];
@@ -119,9 +120,61 @@ struct RankedWeights {
 // The bits of `set` where the mask is set, else the bits of `clear`.
 DEVICE u32 choose(u32 mask, u32 set, u32 clear) { return (mask & set) | (~mask & clear); }
 
+// The signs of numbers in all bits of the words of their weights.
+template <class Half>
+DEVICE u32 signs(float low, float high) {
+    return IS_FLOAT<Half> ? (u32)((int)float_bits(low) >> 31) : sign_masks(low, high);
+}
+
+// Weights in float32: a pair at a time, of values that are compared in all bits. Four tables have a byte each.
+template <int N, class Number>
+struct RankedWeights<N, Number, 1> {
+    typedef u32 Order;  // four bits for the rank of a block
+    u32 tables[4][2];
+
+    DEVICE void set(float (&u)[N]) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            u32 words[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) words[j] = float_bits(u[min(i % 2 * 4 + j, N - 1)]);
+            const u32 selector = 0x40 + 0x11 * (i / 2);
+            tables[i / 2][i % 2] = select_bytes(select_bytes(words[0], words[1], selector),
+                                                select_bytes(words[2], words[3], selector), 0x5410);
+        }
+    }
+
+    static DEVICE Order sort(float (&x)[N]) {
+        u32 ranks = 0;
+#pragma unroll
+        for (int j = 1; j < N; ++j)
+#pragma unroll
+            for (int i = 0; i < j; ++i) ranks += x[i] >= x[j] ? 1u << 4 * j : 1u << 4 * i;
+        Sorter<N>::sort(x);
+        return ranks;
+    }
+
+    static DEVICE void undo(float (&)[N]) {}
+
+    DEVICE void look_up(Order ranks, Order, u32 (&weights)[N]) const {
+#pragma unroll
+        for (int first = 0; first < N; first += 4) {
+            u32 bytes[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) bytes[i] = select_bytes(tables[i][0], tables[i][1], ranks >> 4 * first);
+#pragma unroll
+            for (int i = first; i < first + 4 && i < N; ++i) {
+                const u32 selector = i % 4 < 2 ? 0x5140 : 0x7362;
+                weights[i] = select_bytes(select_bytes(bytes[0], bytes[1], selector),
+                                          select_bytes(bytes[2], bytes[3], selector), i % 2 ? 0x7632 : 0x5410);
+            }
+        }
+    }
+};
+
 // Two blocks need no sort: it leaves their sum and the size of their difference, whose sign is the order.
 template <class Half>
-struct RankedWeights<2, Half> {
+struct RankedWeights<2, Half, 2> {
     typedef float Order;
     u32 words[2];  // of a rank, the weight twice
 
@@ -139,7 +192,7 @@ struct RankedWeights<2, Half> {
     static DEVICE void undo(float (&x)[2]) { Sorter<2>::halve(x); }
 
     DEVICE void look_up(Order a, Order b, u32 (&weights)[2]) const {
-        const u32 mask = sign_masks(a, b);
+        const u32 mask = signs<Half>(a, b);
         weights[0] = choose(mask, words[1], words[0]), weights[1] = choose(mask, words[0], words[1]);
     }
 };
@@ -147,7 +200,7 @@ struct RankedWeights<2, Half> {
 // Four blocks need no sort either. With the values of both halves, p >= q and r >= s, the largest value is p or r, the
 // smallest is q or s, and the other ones are in the middle. Signs of differences are the order.
 template <class Half>
-struct RankedWeights<4, Half> {
+struct RankedWeights<4, Half, 4> {
     struct Order {
         float first, second, large, small, middle;  // of the first half, of the second, p - r, q - s, and of the middle
     };
@@ -184,9 +237,9 @@ struct RankedWeights<4, Half> {
     }
 
     DEVICE void look_up(const Order& a, const Order& b, u32 (&weights)[4]) const {
-        const u32 middle = sign_masks(a.middle, b.middle), large = sign_masks(a.large, b.large);
-        const u32 small = sign_masks(a.small, b.small);
-        const u32 masks[2] = {sign_masks(a.first, b.first), sign_masks(a.second, b.second)};
+        const u32 middle = signs<Half>(a.middle, b.middle), large = signs<Half>(a.large, b.large);
+        const u32 small = signs<Half>(a.small, b.small);
+        const u32 masks[2] = {signs<Half>(a.first, b.first), signs<Half>(a.second, b.second)};
         const u32 upper = choose(middle, words[2], words[1]), lower = choose(middle, words[1], words[2]);
         const u32 larger[2] = {choose(large, upper, words[0]), choose(large, words[0], upper)};
         const u32 smaller[2] = {choose(small, words[3], lower), choose(small, lower, words[3])};

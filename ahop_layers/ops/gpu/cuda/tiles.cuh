@@ -5,6 +5,7 @@
 // with streamed rows `2 * (lane % 4)` and 1 more. `dis` is computed as half of it, q k - q^2 / 2 - k^2 / 2: the norms
 // are a further product, of (q^2, 1) and (1, k^2) in two parts of 11 bits each.
 //
+// Products of float32 numbers are TF32, or if they are PRECISE, of two parts each.
 #pragma once
 #include "sort.cuh"
 
@@ -13,7 +14,8 @@ constexpr int N = AHOP_BLOCKS, SIZE = AHOP_SIZE;             // blocks, and dime
 constexpr int WIDTH = AHOP_WIDTH;                            // dimensions of a value
 constexpr bool DOT = AHOP_DOT, DIS = AHOP_DIS;               // bases
 constexpr int DIS_AT = AHOP_DIS_AT;                          // index of `dis` among two bases
-constexpr bool BF16 = AHOP_BF16;                             // or float16
+constexpr int DTYPE = AHOP_DTYPE;                            // of queries, keys and values
+constexpr bool PRECISE = AHOP_PRECISE;                       // see above
 constexpr int MASK = AHOP_MASK;                              // see below
 constexpr bool CAUSAL = AHOP_CAUSAL, DROPOUT = AHOP_DROPOUT;
 constexpr bool SCORES = AHOP_SCORES;                         // scores alone, without attention
@@ -23,19 +25,29 @@ constexpr int ROWS = 16, DIM = N * SIZE, BASES = DOT + DIS, CHUNKS = DIM / 8, WI
 enum { NO_MASK, BLOCKED, ADDED };
 constexpr int MASK_DTYPE = MASK - ADDED;  // of an added mask, or of scores alone
 
-typedef HalfOf<BF16 ? BFLOAT : HALF>::Type Half;
+constexpr bool SINGLE = DTYPE == FLOAT;
+typedef HalfOf<DTYPE>::Type Half;
+template <bool> struct NumberOf { typedef Half Type; };
+template <> struct NumberOf<true> { typedef Float32 Type; };
+typedef NumberOf<SINGLE>::Type Number;
 
 // Bytes of a row in shared memory: an odd number of 16, so that matrices of 8 rows touch all banks once. Matrices are
 // loaded by four, so a row has room for a multiple of four.
-constexpr int row_bytes(int d) { return 16 * ((d + 31) / 32 * 4 + 1); }
+constexpr int BYTES = bytes_of(DTYPE);  // of a number
+constexpr int row_bytes(int d) { return 16 * ((BYTES * d + 63) / 64 * 4 + 1); }
 constexpr int DIM_BYTES = row_bytes(DIM), WIDTH_BYTES = row_bytes(WIDTH);
-constexpr int NORM_BYTES = DIS ? 16 * N : 0;  // of a row: four numbers per block
+constexpr int NORM = SINGLE ? 4 : 16;           // bytes of a norm: a number, or four
+constexpr int NORM_BYTES = DIS ? NORM * N : 0;  // of a row
+// Registers of a lane: of 16 own rows, of 8 streamed ones, and of 16 x 16 numbers.
+constexpr int own_words(int d) { return (BYTES * d + 31) / 32 * 4; }
+constexpr int streamed_words(int d) { return (BYTES * d + 63) / 64 * 4; }
+constexpr int SQUARE = 2 * BYTES;
 
 // Starts copying rows [first, first + rows) to shared memory; those from `count` on are zeros and not read.
 template <int D>
 DEVICE void copy_rows(u32 address, const char* data, i64 stride, int first, int rows, int count, int thread,
                       int threads) {
-    constexpr int UNITS = D / 8;
+    constexpr int UNITS = D * BYTES / 16;
     if (32 % UNITS == 0) {  // a thread copies one column
         const int step = threads / UNITS;
         int row = thread / UNITS;
@@ -52,24 +64,29 @@ DEVICE void copy_rows(u32 address, const char* data, i64 stride, int first, int 
     }
 }
 
-// Stores half of the negative squared norm of block `item / rows` of row `item % rows`, as four numbers at 16 * item:
-// (x, x', 1, 1) for own rows, (1, 1, x, x') for streamed ones, with x the upper bits and x' the rest.
+// Stores half of the negative squared norm of block `item / rows` of row `item % rows`, at NORM * item. Half precision
+// has four numbers: (x, x', 1, 1) for own rows, (1, 1, x, x') for streamed ones, with x the upper bits and x' the rest.
 template <bool OWN>
 DEVICE void store_norm(char* norms, const char* data, int rows, int item) {
-    const uint4* units = (const uint4*)(data + item % rows * DIM_BYTES + item / rows * 2 * SIZE);
+    const uint4* units = (const uint4*)(data + item % rows * DIM_BYTES + item / rows * BYTES * SIZE);
     float total = 0;
 #pragma unroll
-    for (int unit = 0; unit < SIZE / 8; ++unit) {
+    for (int unit = 0; unit < SIZE * BYTES / 16; ++unit) {
         const uint4 four = units[unit];
         const u32 words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            float low, high;
-            Half::unpack(words[j], low, high);
+            float low, high = 0;
+            if (SINGLE) low = bits_float(words[j]);
+            else Half::unpack(words[j], low, high);
             total = fmaf(low, low, fmaf(high, high, total));
         }
     }
     total *= -0.5f;
+    if (SINGLE) {
+        *(float*)(norms + NORM * item) = total;
+        return;
+    }
     const float upper = bits_float(float_bits(total) & 0xffffe000), rest = total - upper;
     *(float4*)(norms + 16 * item) = OWN ? make_float4(upper, rest, 1, 1) : make_float4(1, 1, upper, rest);
 }
@@ -88,62 +105,124 @@ struct Lane {
     // Addresses for load_matrices: two chunks of 16 rows, or four chunks of 8 rows.
     template <int D> DEVICE u32 pair() const { return index % 16 * row_bytes(D) + index / 16 * 16; }
     template <int D> DEVICE u32 quad() const { return index % 8 * row_bytes(D) + index / 8 * 16; }
+    // For multiply_columns.
+    template <int D> DEVICE u32 columns() const { return SINGLE ? column * row_bytes(D) + 4 * row : pair<D>(); }
+    // Of the norms of streamed rows.
+    DEVICE u32 norm() const { return SINGLE ? 4 * column : 16 * row + 2 * column; }
 };
 
-// Loads 16 rows as left factors, two registers for a chunk of 8 dimensions.
+// Loads 16 rows as left factors.
 template <int D>
-DEVICE void load_own(u32 (&own)[D / 8 + D / 8 % 2][2], u32 address) {
+DEVICE void load_own(u32 (&own)[own_words(D)], u32 address) {
 #pragma unroll
-    for (int chunk = 0; chunk < D / 8; chunk += 2) {
+    for (int i = 0; i < own_words(D); i += 4) {
         u32 r[4];
-        load_matrices(r, address + 16 * chunk);
-        own[chunk][0] = r[0], own[chunk][1] = r[1], own[chunk + 1][0] = r[2], own[chunk + 1][1] = r[3];
+        load_matrices(r, address + 8 * i);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) own[i + j] = r[j];
     }
 }
 
 // Loads the norms of the own rows of a lane, which are 16 of several.
 template <int SEVERAL = ROWS>
 DEVICE void load_own_norms(u32 (&norms)[N][2], const char* place, Lane lane) {
-    const u32* words = (const u32*)place + 4 * lane.row + lane.column / 2;
+    place += NORM * lane.row + (SINGLE ? 0 : 2 * lane.column);
 #pragma unroll
     for (int block = 0; block < N; ++block) {
-        norms[block][0] = DIS ? words[4 * SEVERAL * block] : 0;
-        norms[block][1] = DIS ? words[4 * SEVERAL * block + 32] : 0;
+        norms[block][0] = DIS ? *(const u32*)(place + NORM * SEVERAL * block) : 0;
+        norms[block][1] = DIS ? *(const u32*)(place + NORM * (SEVERAL * block + 8)) : 0;
+    }
+}
+
+// A number rounded to TF32, or the rest.
+DEVICE u32 part_of(u32 x, bool rest) {
+    const u32 upper = round_tf32(x);
+    return rest ? float_bits(bits_float(x) - bits_float(upper)) : upper;
+}
+
+// Adds the product of 16 x K and K x 8 float32 numbers, K = 8 COUNT. Tensor cores round toward zero, so they sum few
+// products, the small ones first.
+template <int COUNT, class Left, class Right>
+DEVICE void multiply_single(float (&c)[4], Left left, Right right) {
+#pragma unroll
+    for (int first = 0; first < COUNT; first += 4) {
+        float r[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int part = PRECISE ? 0 : 2; part < 3; ++part) {
+#pragma unroll
+            for (int i = first; i < first + 4 && i < COUNT; ++i) {
+                u32 a[4], b[2];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) a[j] = part_of(left(i, j), part == 0);
+#pragma unroll
+                for (int j = 0; j < 2; ++j) b[j] = part_of(right(i, j), part == 1);
+                multiply_tf32(r, r, a, b);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) c[j] += r[j];
     }
 }
 
 // Adds products of 16 own rows and 8 streamed rows over chunks [from, from + count), of which `streamed` has registers.
 template <int FROM, int COUNT, int OWN, int STREAMED>
-DEVICE void multiply_rows(float (&c)[4], const u32 (&own)[OWN][2], const u32 (&streamed)[STREAMED]) {
+DEVICE void multiply_rows(float (&c)[4], const u32 (&own)[OWN], const u32 (&streamed)[STREAMED]) {
+    if constexpr (SINGLE) {
+        multiply_single<COUNT>(c, [&](int i, int j) { return own[4 * (FROM + i) + j]; },
+                               [&](int i, int j) { return streamed[2 * (FROM + i) + j]; });
+    } else {
 #pragma unroll
-    for (int i = FROM; i + 1 < FROM + COUNT; i += 2) {
-        const u32 a[4] = {own[i][0], own[i][1], own[i + 1][0], own[i + 1][1]};
-        Half::multiply(c, a, streamed[i], streamed[i + 1]);
+        for (int i = FROM; i + 1 < FROM + COUNT; i += 2) {
+            const u32 a[4] = {own[2 * i], own[2 * i + 1], own[2 * i + 2], own[2 * i + 3]};
+            Half::multiply(c, a, streamed[i], streamed[i + 1]);
+        }
+        constexpr int LAST = FROM + COUNT - 1;
+        if (COUNT % 2) Half::multiply(c, own[2 * LAST], own[2 * LAST + 1], streamed[LAST]);
     }
-    if (COUNT % 2) Half::multiply(c, own[FROM + COUNT - 1][0], own[FROM + COUNT - 1][1], streamed[FROM + COUNT - 1]);
 }
 
 template <int D>
-DEVICE void load_streamed(u32 (&streamed)[(D + 31) / 32 * 4], u32 address) {
+DEVICE void load_streamed(u32 (&streamed)[streamed_words(D)], u32 address) {
 #pragma unroll
-    for (int chunk = 0; chunk < D / 8; chunk += 4) {
+    for (int i = 0; i < streamed_words(D); i += 4) {
         u32 r[4];
-        load_matrices(r, address + 16 * chunk);
+        load_matrices(r, address + 16 * i);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) streamed[chunk + i] = r[i];
+        for (int j = 0; j < 4; ++j) streamed[i + j] = r[j];
     }
 }
 
 // Adds the products of 16 x 16 numbers, `left(chunk)`, and 16 rows of D numbers to chunks of 8 columns.
 template <int D, class Left>
 DEVICE void multiply_columns(float (&c)[D / 8][4], Left left, u32 address) {
+    if constexpr (SINGLE) {
 #pragma unroll
-    for (int chunk = 0; chunk < D / 8; chunk += 2) {
-        const int next = chunk + 1 < D / 8 ? chunk + 1 : chunk;
-        u32 r[4];
-        load_transposed(r, address + 16 * chunk);
-        Half::multiply(c[chunk], left(chunk), r[0], r[1]);
-        if (next > chunk) Half::multiply(c[next], left(next), r[2], r[3]);
+        for (int chunk = 0; chunk < D / 8; ++chunk) {
+            u32 r[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) r[i] = load_shared(address + (i / 2 * 8 + i % 2) * row_bytes(D) + 32 * chunk);
+            // The columns 0, 2, 4, 6 of eight are the first four of a left factor, as a lane has two adjacent ones.
+            multiply_single<2>(c[chunk], [&](int i, int j) { return left(chunk)[4 * i + j % 2 * 2 + j / 2]; },
+                               [&](int i, int j) { return r[2 * i + j]; });
+        }
+    } else {
+#pragma unroll
+        for (int chunk = 0; chunk < D / 8; chunk += 2) {
+            const int next = chunk + 1 < D / 8 ? chunk + 1 : chunk;
+            u32 r[4];
+            load_transposed(r, address + 16 * chunk);
+            Half::multiply(c[chunk], left(chunk), r[0], r[1]);
+            if (next > chunk) Half::multiply(c[next], left(next), r[2], r[3]);
+        }
+    }
+}
+
+// Sets two adjacent numbers of 16 x 16 in the registers of a lane.
+DEVICE void set_pair(u32 (&square)[SQUARE], int place, float low, float high) {
+    if (SINGLE) {
+        square[SQUARE / 4 * place] = float_bits(low), square[SQUARE / 4 * place + SQUARE / 8] = float_bits(high);
+    } else {
+        square[place] = Half::pack(low, high);
     }
 }
 
@@ -152,19 +231,27 @@ struct Similarities {
     float dot[N][4], dis[N][4];
 
     template <int B>
-    DEVICE void block(const u32 (&own)[CHUNKS + CHUNKS % 2][2], const u32 (&streamed)[(DIM + 31) / 32 * 4],
+    DEVICE void block(const u32 (&own)[own_words(DIM)], const u32 (&streamed)[streamed_words(DIM)],
                       const u32 (&own_norms)[N][2], const char* streamed_norms, int rows) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) dot[B][i] = 0;
         multiply_rows<B * (SIZE / 8), SIZE / 8>(dot[B], own, streamed);
-        if (DIS) multiply_tf32(dis[B], dot[B], own_norms[B], *(const u32*)(streamed_norms + 16 * B * rows));
+        const char* norms = streamed_norms + NORM * B * rows;
+        if constexpr (DIS && SINGLE) {
+            const float2 pair = *(const float2*)norms;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                dis[B][i] = dot[B][i] + (bits_float(own_norms[B][i / 2]) + (i % 2 ? pair.y : pair.x));
+        } else if (DIS) {
+            multiply_tf32(dis[B], dot[B], own_norms[B], *(const u32*)norms);
+        }
         if constexpr (B + 1 < N) block<B + 1>(own, streamed, own_norms, streamed_norms, rows);
     }
 
     // `address` and `streamed_norms` belong to this lane, for the first of 8 among `rows` streamed rows.
-    DEVICE void compute(const u32 (&own)[CHUNKS + CHUNKS % 2][2], u32 address, const u32 (&own_norms)[N][2],
+    DEVICE void compute(const u32 (&own)[own_words(DIM)], u32 address, const u32 (&own_norms)[N][2],
                         const char* streamed_norms, int rows) {
-        u32 streamed[(DIM + 31) / 32 * 4];
+        u32 streamed[streamed_words(DIM)];
         load_streamed<DIM>(streamed, address);
         block<0>(own, streamed, own_norms, streamed_norms, rows);
     }
@@ -252,10 +339,19 @@ struct Pairs {
     }
 };
 
-// Stores 16 rows of half-precision numbers: matrices in registers go through shared memory, where rows are adjacent.
+// Stores 16 rows: half precision goes through shared memory, where the numbers of a row are adjacent.
 template <int D>
 DEVICE void store_rows(const float (&chunks)[D / 8][4], float first, float second, char* scratch, char* out, i64 stride,
                        int rows, Lane lane) {
+    if (SINGLE) {
+#pragma unroll
+        for (int i = 0; i < D / 4; ++i) {
+            const float factor = i % 2 ? second : first, *two = chunks[i / 2] + i % 2 * 2;
+            char* place = out + (lane.row + i % 2 * 8) * stride + 32 * (i / 2) + 4 * lane.column;
+            if (lane.row + i % 2 * 8 < rows) *(float2*)place = make_float2(two[0] * factor, two[1] * factor);
+        }
+        return;
+    }
     sync_warp();
 #pragma unroll
     for (int chunk = 0; chunk < D / 8; ++chunk) {
