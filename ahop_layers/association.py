@@ -11,12 +11,12 @@ from functools import reduce
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError, describe
 from ahop_layers.ops.attend import attend, is_large
-from ahop_layers.ops.operators import has_hooks, is_transformed
+from ahop_layers.ops.operators import adaptive_similarity, has_hooks, is_transformed
 from ahop_layers.ops.sliced import per_query_head
 from ahop_layers.packed import Packed
 from ahop_layers.separation import Separation
@@ -53,12 +53,16 @@ class Mask(NamedTuple):
 
     def grow(self, query: Tensor, key: Tensor) -> "Mask":
         """Appends one key that every query may use to the mask of ``query (..., L, d)`` and ``key (..., S, d)``."""
-        blocked, added, causal = self
-        if causal:
-            triangle = _triangle(query.shape[-2], key.shape[-2], key.device)
-            blocked = triangle if blocked is None else blocked | triangle
+        blocked, added, _ = self.without_causal(query, key)
         blocked, added = (None if part is None else functional.pad(part, (0, 1)) for part in (blocked, added))
         return Mask(blocked, added)
+
+    def without_causal(self, query: Tensor, key: Tensor) -> "Mask":
+        """Returns the same mask of ``query (..., L, d)`` and ``key (..., S, d)`` with causality as blocked pairs."""
+        if not self.causal:
+            return self
+        triangle = _triangle(query.shape[-2], key.shape[-2], key.device)
+        return Mask(triangle if self.blocked is None else self.blocked | triangle, self.added)
 
 
 def _triangle(length: int, keys: int, device: torch.device) -> Tensor:
@@ -154,9 +158,9 @@ def associate(
 ) -> tuple[Tensor, Any]:
     """Associates queries with stored keys and reads the stored values.
 
-    Without a request for weights, softmax over an :class:`~ahop_layers.AdaptiveSimilarity` is computed by one operator
-    that keeps no tensor of size L x S: always where a fused GPU kernel supports the call, and elsewhere if the scores
-    would take much memory.
+    Without a request for weights, softmax is computed by one operator that keeps no tensor of size L x S: over dot
+    products by ``scaled_dot_product_attention``, and over an :class:`~ahop_layers.AdaptiveSimilarity` always where a
+    fused GPU kernel supports the call, and elsewhere if the scores would take much memory.
 
     Args:
         query: ``(N, H, L, d)``; N may be 1 where all samples share it.
@@ -180,25 +184,63 @@ def associate(
     >>> torch.allclose(output, reference, atol=1e-5), weights.shape
     (True, torch.Size([2, 4, 3, 5]))
     """
-    if not need_weights and isinstance(stored, Padded) and _is_attention(score, separation, steps):
-        readout = _attend(query, stored, score, scaling, dropout)
+    if not need_weights and isinstance(stored, Padded) and _is_softmax(separation, steps):
+        readout = None
+        if score is dot_product:
+            readout = _attend_by_products(query, stored, scaling, dropout)
+        elif _is_learned(score):
+            readout = _attend(query, stored, score, scaling, dropout)
         if readout is not None:
             return readout, None
 
+    def scaled(query: Tensor, key: Tensor) -> Tensor:
+        if score is dot_product:  # there are fewer queries, and fewer weights, than scores
+            return dot_product((query * scaling).to(query.dtype), key)
+        if not _is_learned(score):
+            return score(query, key) * scaling
+        query, key, _ = score.compared(query, key)
+        return adaptive_similarity(query, key, score.footprint_weight() * scaling, score.names)
+
     def weigh(state: Tensor) -> Tensor:
-        return stored.weigh(state, lambda query, key: score(query, key) * scaling, separation)
+        return stored.weigh(state, scaled, separation)
 
     weights = iterate(query, weigh, stored.next_state, stored.change, steps, eps)
     return stored.read(functional.dropout(weights, dropout)), weights if need_weights else None
 
 
-def _is_attention(score: Similarity, separation: Separation, steps: Steps) -> TypeGuard[AdaptiveSimilarity]:
-    """Returns whether ``ahop::attend`` computes this association, and no hook or override observes a part of it."""
-    if not (isinstance(score, AdaptiveSimilarity) and score.is_attended):
-        return False
-    softmax = type(separation) is Separation and separation.name == "softmax"
-    watched = any(has_hooks(part) or "forward" in part.__dict__ for part in (score, separation))
-    return softmax and not watched and isinstance(steps, int) and steps == 0 and not is_transformed()
+def _is_softmax(separation: Separation, steps: Steps) -> bool:
+    """Returns whether one operator can compute this association, and nothing observes its scores or its separation."""
+    softmax = type(separation) is Separation and separation.name == "softmax" and not _is_watched(separation)
+    return softmax and isinstance(steps, int) and steps == 0 and not is_transformed()
+
+
+def _is_learned(score: Similarity) -> TypeGuard[AdaptiveSimilarity]:
+    """Returns whether weights determine the scores, and nothing observes them."""
+    return isinstance(score, AdaptiveSimilarity) and score.is_attended and not _is_watched(score)
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Returns whether a hook or an override of an instance observes calls of the module."""
+    return has_hooks(module) or "forward" in module.__dict__
+
+
+def _attend_by_products(query: Tensor, stored: Padded, scaling: float | Tensor, dropout: float) -> Tensor | None:
+    """Computes the readout with ``scaled_dot_product_attention``; None if separate operations are preferable."""
+    key, value = (per_query_head(each, query.shape[1]) for each in (stored.key, stored.value))
+    if dropout and not query.is_cuda:  # where it is separate operations as well
+        return None
+    n = max(each.shape[0] for each in (query, key, value))
+    query, key, value = (each.expand(n, -1, -1, -1) for each in (query, key, value))
+    mask = stored.mask or Mask()
+    causal = mask.causal and mask.blocked is None and mask.added is None
+    mask = mask if causal else mask.without_causal(query, key)
+    allowed = None if mask.blocked is None else ~mask.blocked
+    if mask.added is not None:
+        added = mask.added.to(query.dtype)
+        allowed = added if allowed is None else torch.where(allowed, added, -torch.inf)
+    if isinstance(scaling, Tensor):
+        query, scaling = (query * scaling).to(query.dtype), 1.0
+    return functional.scaled_dot_product_attention(query, key, value, allowed, dropout, causal, scale=float(scaling))
 
 
 def _attend(

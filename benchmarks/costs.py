@@ -107,7 +107,7 @@ def pooling_cost(instances: int, features: int, heads: int, embed: int, device: 
     torch.manual_seed(0)
     width = embed or features
     layer = nn.Sequential(nn.Linear(features, width), nn.ReLU()) if embed else nn.Identity()
-    model = nn.ModuleList([layer, ah.AdaptiveHopfieldPooling(width, num_heads=heads)]).to(device)
+    model = nn.ModuleList([layer, ah.AdaptiveHopfieldPooling(width, num_heads=heads, blocks=None)]).to(device)
     bag = torch.randn(instances, features, device=device)
 
     def forward_and_backward(bag: torch.Tensor) -> None:

@@ -49,7 +49,7 @@ def measure(options: argparse.Namespace, kind: str, way: str, backward: bool) ->
     """Returns the median seconds and the peak bytes of one method."""
     torch.manual_seed(0)
     sizes = draw_sizes(kind, options.bags, options.longest)
-    pooling = AdaptiveHopfieldPooling(options.width, num_heads=options.heads).to(options.device)
+    pooling = AdaptiveHopfieldPooling(options.width, num_heads=options.heads, blocks=None).to(options.device)
     instances = torch.randn(sum(sizes), options.width, device=options.device, requires_grad=backward)
     pool = pooling.pool_packed if way == "packed" else lambda x, s: pad_and_pool(pooling, x, s)
 

@@ -26,7 +26,7 @@ ATTENTIONS: dict[str, dict[str, Any] | None] = {
     "dot": None,
     "4 blocks": {"blocks": 4},
     "8 blocks": {"blocks": 8},
-    "full": {},
+    "full": {"blocks": None},
     "last 4": {"blocks": 4, "last": 4},
 }
 """The keywords of ``adapt_``, by attention; None for the baseline."""
@@ -37,7 +37,7 @@ TIMED: dict[str, dict[str, Any] | None] = {
     "8 blocks, one base": {"blocks": 8, "bases": ("dot",)},
     "8 blocks": {"blocks": 8},
     "16 blocks": {"blocks": 16},
-    "full": {},
+    "full": {"blocks": None},
 }
 """The same for the part ``attention``."""
 LAYERS = ("dot", "4 blocks", "8 blocks", "full")

@@ -19,7 +19,7 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>
 
 MADE = re.compile(r"<!-- made: ([\w-]+) -->\n(.*?)\n<!-- end -->", flags=re.DOTALL)
 """A generated table or plot, as ``python -m benchmarks.harness.pages`` marks it."""
-WRAPPED = ("models", "projects", "summary-accuracy", "summary-models", "summary-search", "summary-speed")
+WRAPPED = ("hflayers", "models", "projects", "summary-accuracy", "summary-models", "summary-search", "summary-speed")
 """The tables with long texts, whose cells may have several lines."""
 
 

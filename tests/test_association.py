@@ -111,3 +111,59 @@ def test_wrong_masks_raise():
     ):
         refuses(message, combine_masks, padding, association, shape)
     assert combine_masks(None, None, shape) is None
+
+
+BLOCKED = torch.rand(2, 1, 4, 5, generator=torch.Generator().manual_seed(0)) < 0.4
+BLOCKED[0, 0, 2] = True
+ADDED = torch.randn(1, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+MASKS = {
+    "none": None,
+    "padding": Mask(torch.tensor([[False] * 5, [True] * 5])[:, None, None]),
+    "blocked": Mask(BLOCKED),
+    "added": Mask(added=ADDED),
+    "both": Mask(BLOCKED, ADDED),
+    "infinite": Mask(added=ADDED.masked_fill(BLOCKED, -torch.inf)),
+    "causal": Mask(causal=True),
+    "all": Mask(BLOCKED, ADDED, causal=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scaling", [1, 0.3, torch.rand(H, 1, 1)], ids=["1", "0.3", "of each head"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_without_weights_a_fused_operator_computes_the_same(mask, scaling, dtype):
+    """Also where samples share the queries, and heads the keys."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (1, H, L, D), (N, 1, S, D), (N, 1, S, E)
+    inputs = [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+    results = []
+    for kind, need_weights in ((torch.float64, True), (dtype, True), (dtype, False)):
+        query, key, value = (each.to(kind, copy=True).requires_grad_() for each in inputs)
+        output, _ = associate(
+            query, Padded(key, value, mask), separation=Separation(), scaling=scaling, need_weights=need_weights
+        )
+        results.append((output, *torch.autograd.grad(output.double().square().sum(), (query, key, value))))
+    for exact, low, found in zip(*results, strict=True):
+        error, bound = ((each.double() - exact.double()).abs().max() for each in (found, low))
+        assert found.dtype == dtype
+        rounding = (64 if dtype == torch.float64 else 4) * torch.finfo(dtype).eps  # in float64, ``low`` is exact
+        assert error <= 2 * bound + rounding * exact.abs().max()
+
+
+def test_the_fused_operator_drops_weights_only_on_a_gpu_and_is_not_used_where_it_is_observed(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "torch.nn.functional.scaled_dot_product_attention",
+        lambda *args, **options: calls.append(args) or scaled_dot_product_attention(*args, **options),
+    )
+    query, key, value = tensors()
+    seen, hooked = [], Separation()
+    hooked.register_forward_hook(lambda module, args, output: seen.append(output))
+    for separation, options in (
+        (hooked, {}), (Separation("entmax15"), {}), (Separation(), {"steps": 1}), (Separation(), {"dropout": 0.5}),
+    ):  # fmt: skip
+        associate(query, Padded(key, value), separation=separation, need_weights=False, **options)
+    assert len(seen) == 1
+    assert not calls
+    associate(query, Padded(key, value), separation=Separation(), need_weights=False)
+    assert len(calls) == 1

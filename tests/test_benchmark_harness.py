@@ -2,18 +2,19 @@
 
 import runpy
 import sys
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from scipy.io import savemat
 
-from benchmarks import kernels, wifi
+from benchmarks import hflayers, kernels, wifi
 from benchmarks.harness.rows import RESULTS, ResultTable, read, write
 
 pytestmark = pytest.mark.slow
 
-COMMANDS = ("kernels", "packed", "vit", "costs", "search", "projects", "robust", "harness.pages")
+COMMANDS = ("kernels", "packed", "vit", "costs", "search", "projects", "hflayers", "robust", "harness.pages")
 PAPER = ("paper.retrieval", "paper.mil", "paper.images", "paper.tabular")
 
 
@@ -66,6 +67,34 @@ def test_kernels_replaces_the_rows_of_its_cases_in_place(tmp_path, monkeypatch):
     after = run("--only", "d 5")
     assert after[: len(foreign)] == foreign
     assert [row["ours_ms"] for row in after[len(foreign) :]] == ["7", "7", "1", "1", "7", "7"]
+
+
+def test_hflayers_are_compared_in_turns_from_equal_weights(tmp_path, monkeypatch, capsys):
+    (tmp_path / "hflayers.py").write_text("from ahop_layers.hopfield import *")  # in place of a checkout
+    small = {name: layer._replace(batch=8, length=6) for name, layer in hflayers.LAYERS.items()}
+    monkeypatch.setattr(hflayers, "LAYERS", small)
+    monkeypatch.setattr(hflayers, "in_own_process", lambda *arguments: 1.5)  # megabytes
+    output = tmp_path / "hflayers.csv"
+    common = ["--original", str(tmp_path), "--output", str(output), "--turns", "1", "--seconds", "0"]
+    with patch.dict("sys.modules"):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "hflayers"]:
+            del sys.modules[name]
+        hflayers.main([*common, "--layers", "static", "pooling"])
+        hflayers.main([*common, "--layers", "pooling", "--precisions", "bfloat16", "--systems", "plain"])
+        original, adaptive = (hflayers.build("stored", each, "cpu", tmp_path) for each in ("hflayers", "adaptive"))
+        assert type(original).__name__ == "HopfieldLayer"
+        assert torch.equal(original.lookup_weights, adaptive.lookup_weights)
+        assert hflayers.cpu_megabytes("pooling", "4 blocks", "float32", tmp_path) >= 0
+        monkeypatch.delitem(sys.modules, "hflayers")
+        monkeypatch.setattr(sys, "path", [])
+        with pytest.raises(SystemExit, match="expected a checkout of hopfield-layers, got nothing"):
+            hflayers.import_original("nothing")
+    rows = read(output)
+    assert [row["system"] for row in rows] == [*hflayers.SYSTEMS, *hflayers.SYSTEMS, "plain"]
+    assert all(float(row[name]) > 0 for row in rows for name in ("ms", "hflayers ms"))
+    lines = hflayers.report([{**row, "ms": "3", "hflayers ms": "2", "MB": "1", "hflayers MB": "4"} for row in rows])
+    half = "| 1 x 6 | bfloat16 | 2 | 1.50 |  |  |  | 4 | 0.25 |  |  |  |"
+    assert lines.splitlines()[-1].endswith(half)
 
 
 def test_wifi_signals_that_are_not_heard_are_unknown(tmp_path):

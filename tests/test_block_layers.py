@@ -155,3 +155,65 @@ def test_a_memory_moves_to_another_device_with_its_blocks(blocks):
     check_scores(memory)
     check_scores(memory.cuda())
     check_scores(memory.cpu())
+
+
+AUTO = [(15, 15), (16, 4), (17, 17), (18, 6), (25, 5), (28, 4), (49, 7), (64, 4)]
+
+
+@pytest.mark.parametrize(("dim", "n"), AUTO)
+def test_the_default_of_layers_is_the_smallest_number_of_blocks_from_4_to_8(dim, n):
+    static = {"stored_pattern_as_static": True, "state_pattern_as_static": True, "input_size": dim}
+    layers = (ah.AdaptiveHopfield(2 * dim, num_heads=2), ah.AdaptiveHopfieldLayer(**static, hidden_size=dim),
+              ah.torchmil.AdaptivePool(8, 2 * dim, num_heads=2).pooling, ah.AdaptiveAttention(2 * dim, 2))  # fmt: skip
+    expected = repr(ah.AdaptiveSimilarity(dim, blocks=None if n == dim else n))
+    for layer in layers:
+        (similarity,) = {similarity for similarity in layer.modules() if isinstance(similarity, ah.AdaptiveSimilarity)}
+        assert similarity.w.shape[-1] == n
+        assert repr(similarity).replace(f"num_heads={similarity.num_heads}", "num_heads=None") == expected
+    model = nn.MultiheadAttention(2 * dim, 2)
+    for dry_run in (True, False):
+        shown = str(ah.adapt_(model, dry_run=dry_run))
+        assert shown.endswith(f"MultiheadAttention, {n} blocks" if n < dim else "MultiheadAttention")
+    assert ah.AdaptiveSimilarity(dim).w.shape[-1] == dim
+
+
+@pytest.mark.parametrize("n", [1, 4, 8, None])
+def test_a_default_layer_takes_the_number_of_blocks_of_a_state_dict(n):
+    source, x = ah.AdaptiveHopfield(32, num_heads=2, blocks=n), torch.randn(2, 3, 32)
+    with torch.no_grad():
+        source.association_core.similarity.w.normal_()
+    layer = ah.AdaptiveHopfield(32, num_heads=2)
+    parameters = list(layer.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=0.1)
+    layer(x).sum().backward()  # a gradient of the old size must not remain
+    layer.load_state_dict(source.state_dict())
+    assert all(one is other for one, other in zip(layer.parameters(), parameters, strict=True))
+    torch.testing.assert_close(layer(x), source(x))
+    assert repr(layer.association_core.similarity) == repr(source.association_core.similarity)
+    before = layer.association_core.similarity.w.detach().clone()
+    layer(x).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(layer.association_core.similarity.w, before)
+
+
+def test_a_state_dict_that_fails_leaves_the_number_of_blocks():
+    layer, x = ah.AdaptiveHopfield(32, num_heads=2), torch.randn(2, 3, 32)
+    expected, shown = layer(x), repr(layer)
+    state = ah.AdaptiveHopfield(32, num_heads=2, blocks=8).state_dict()
+    state["association_core.out_proj.weight"] = torch.zeros(3)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        layer.load_state_dict(state)
+    assert (repr(layer), torch.equal(layer(x), expected)) == (shown, True)
+    state = layer.state_dict() | {"association_core.similarity.w": torch.ones(2, 2, 5)}
+    with pytest.raises(ah.AHopError, match=r"must have 4 blocks, as the similarity, got .* with 5"):
+        layer.load_state_dict(state)
+
+
+def test_initial_weights_and_a_similarity_replace_the_default_number_of_blocks():
+    weights = torch.randn(2, 2, 16)
+    similarity = ah.AdaptiveAttention(32, 2, init=weights).similarity
+    assert torch.equal(similarity.w, weights)
+    assert isinstance(ah.AdaptiveAttention(32, 2, similarity=nn.Identity()).similarity, nn.Identity)
+    fixed = ah.AdaptiveSimilarity(16, 2, blocks=8).state_dict()
+    with pytest.raises(ah.AHopError, match="must have 16 blocks"):
+        similarity.load_state_dict(fixed)

@@ -17,7 +17,7 @@ from test_hopfield import NO_NORM, WITHOUT_PARAMETERS
 
 import ahop_layers as ah
 from ahop_layers import AdaptiveHopfield, AdaptiveHopfieldLayer, hopfield
-from ahop_layers.hflayers import transformer
+from ahop_layers.hflayers import functional, transformer
 from ahop_layers.hflayers.auxiliary.data import BitPatternSet
 from ahop_layers.hopfield.adaptive import is_dot_product
 from tests.samples import refuses
@@ -186,6 +186,7 @@ import hflayers
 from hflayers import Hopfield, HopfieldLayer, HopfieldPooling
 from hflayers.activation import HopfieldCore
 from hflayers.auxiliary.data import BitPatternSet, LatchSequenceSet
+from hflayers.functional import hopfield_core_forward
 from hflayers.transformer import HopfieldDecoderLayer, HopfieldEncoderLayer
 layer = hflayers.HopfieldLayer(input_size=4, quantity=3)
 """
@@ -218,7 +219,7 @@ def test_install_as_hflayers_warns_once_of_modules_that_have_imported_the_origin
 def test_install_as_hflayers_takes_defaults_of_the_adaptive_layers():
     with patch.dict("sys.modules"):
         refuses("keywords must be one of bases, .*, got 'block'", ah.install_as_hflayers, block=4)
-        ah.install_as_hflayers(blocks=4, separation=ah.Separation("sparsemax"))
+        ah.install_as_hflayers(blocks=8, separation=ah.Separation("sparsemax"))
         import hflayers
         import hflayers.transformer
 
@@ -226,7 +227,7 @@ def test_install_as_hflayers_takes_defaults_of_the_adaptive_layers():
             pass
 
         layers = [Mine(16), hflayers.HopfieldPooling(16).hopfield, hflayers.Hopfield(16, blocks=2)]
-        assert [layer.association_core.similarity.w.shape[-1] for layer in layers] == [4, 4, 2]
+        assert [layer.association_core.similarity.w.shape[-1] for layer in layers] == [8, 8, 2]
         separations = [layer.association_core.separation for layer in layers]
         assert {each.name for each in separations} == {"sparsemax"}
         assert len(set(map(id, separations))) == 3
@@ -234,7 +235,7 @@ def test_install_as_hflayers_takes_defaults_of_the_adaptive_layers():
         assert list(inspect.signature(hflayers.Hopfield).parameters) == list(
             inspect.signature(AdaptiveHopfield).parameters
         )
-        assert AdaptiveHopfield(16).association_core.similarity.w.shape[-1] == 16
+        assert AdaptiveHopfield(16).association_core.similarity.w.shape[-1] == 4
         ah.install_as_hflayers()
         assert import_module("hflayers").Hopfield is AdaptiveHopfield
 
@@ -257,12 +258,91 @@ def test_a_model_that_was_pickled_with_hflayers_is_complete():
             assert torch.equal(each(x), trained)
 
 
+def test_a_star_import_gives_the_names_of_hflayers():
+    names = {"Module", "Optional", "Parameter", "Tensor", "Tuple", "Union", "nn", "sqrt", "torch"}
+    names |= {*NAMES, "HopfieldCore", "activation", "functional"}
+    exec("from ahop_layers.hflayers import *", own := {})
+    assert own.keys() - {"__builtins__"} == names
+    if find_spec("hflayers"):
+        exec("from hflayers import *", scope := {})
+        assert scope.keys() - {"__builtins__", "auxiliary", "transformer"} == names  # which others may have imported
+
+
+CALLS = [
+    {"input_bias": False, "update_steps_max": 2, "scaling": torch.tensor([0.5, 2.0])},
+    {"hidden_size": 8, "pattern_size": 3, "add_zero_association": True, "output_size": 5},
+    {"normalize_hopfield_space": True, "normalize_hopfield_space_affine": True, "hidden_size": 4},
+    {"pattern_projection_as_connected": True, "stored_pattern_size": 10, "pattern_projection_size": 10},
+    {"num_heads": 1, "state_pattern_as_static": True, "dropout": 0.4, "disable_out_projection": True},
+    {"num_heads": 1, "scaling": 0.7, **WITHOUT_PARAMETERS},
+]
+
+
+def passed(core):
+    """What a core of hflayers passes to ``hopfield_core_forward`` of its settings and parameters."""
+    names = inspect.signature(functional.hopfield_core_forward).parameters
+    given = {name: getattr(core, name) for name in names if hasattr(core, name)}
+    given |= {f"out_proj_{name}": getattr(core.out_proj, name, None) for name in ("weight", "bias")}
+    given |= {"dropout_p": core.dropout, "use_separate_proj_weight": core.q_proj_weight is not None}
+    return given | {"embed_dim_to_check": 12}
+
+
+@pytest.mark.parametrize("arguments", CALLS)
+def test_hopfield_core_forward_computes_what_the_core_does(arguments):
+    layer = OWN["Hopfield"](**{"input_size": 12, "num_heads": 2} | NO_NORM | arguments)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    core = layer.association_core
+    query, key = torch.randn(5, 3, 12, requires_grad=True), torch.randn(7, 3, arguments.get("stored_pattern_size", 12))
+    ignored = torch.rand(3, 7) < 0.3
+    own = passed(core) | {"key_padding_mask": ignored, "attn_mask": torch.rand(5, 7), "return_raw_associations": True}
+    call = {name: value for name, value in own.items() if name in inspect.signature(core.forward).parameters}
+    torch.manual_seed(1)
+    expected = core(query, key, key, **call, return_pattern_projections=True)
+    torch.manual_seed(1)
+    got = functional.hopfield_core_forward(query, key, key, **own, return_projected_patterns=True)
+    torch.testing.assert_close(tuple(got), tuple(expected))
+    inputs = [query, *core.parameters()]
+    gradients = [torch.autograd.grad(each.output.square().sum(), inputs) for each in (expected, got)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("arguments", CALLS)
+def test_the_layers_of_hflayers_may_call_our_hopfield_core_forward(original, arguments):
+    layer = original.Hopfield(**{"input_size": 12, "num_heads": 2} | NO_NORM | arguments)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    stored = torch.randn(3, 7, arguments.get("stored_pattern_size", 12))
+    patterns = stored, torch.randn(3, 5, 12), stored
+    results = []
+    for function in (import_module("hflayers.functional").hopfield_core_forward, functional.hopfield_core_forward):
+        torch.manual_seed(1)
+        with patch("hflayers.activation.hopfield_core_forward", function):
+            results.append(layer._associate(patterns, True, True, torch.eye(3, 7) > 0))
+    torch.testing.assert_close(*map(tuple, results), atol=1e-4, rtol=1e-4)
+
+
+def test_hopfield_core_forward_refuses_what_it_does_not_compute():
+    layer, x = OWN["Hopfield"](8, num_heads=2), torch.randn(3, 1, 8)
+    own = passed(layer.association_core) | {"embed_dim_to_check": 8}
+    assert functional.hopfield_core_forward(x, x, x, **own).output.shape == (3, 1, 8)
+    static = {"key_as_static": True, "value_as_static": True, "use_separate_proj_weight": True}
+    for message, more in (
+        ("static_k and static_v must be None", {"static_v": x}),
+        (r"query must be \(L, N, 4\), got \(3, 1, 8\)", {"embed_dim_to_check": 4}),
+        ("static keys and values need one head here", static),
+    ):
+        refuses(message, functional.hopfield_core_forward, x, x, x, **own | more)
+
+
 def test_signatures_are_those_of_hflayers(original):
     from hflayers.activation import HopfieldCore
+    from hflayers.functional import hopfield_core_forward
     from hflayers.transformer import HopfieldDecoderLayer, HopfieldEncoderLayer
 
     core = hopfield.core.AssociationCore
     pairs = [(core, HopfieldCore), (core.forward, HopfieldCore.forward)]
+    pairs += [(functional.hopfield_core_forward, hopfield_core_forward)]
     pairs += [(transformer.HopfieldEncoderLayer, HopfieldEncoderLayer)]
     pairs += [(transformer.HopfieldDecoderLayer, HopfieldDecoderLayer)]
     pairs += [(ours, getattr(original, name)) for name, ours in OWN.items()]

@@ -84,7 +84,7 @@ def test_arguments_are_those_of_the_base_class_then_keywords(name):
     assert plain == [(p.name, p.default, p.kind) for p in theirs]
     keywords = {p.name: p.default for p in ours if p.kind == p.KEYWORD_ONLY}
     built = {"bases": None, "init": None, "debias": False, "separation": "softmax", "similarity": None}
-    assert keywords == {**built, "blocks": None, "device": None, "dtype": None}
+    assert keywords == {**built, "blocks": "auto", "device": None, "dtype": None}
 
 
 def test_subclasses_and_errors_show_the_right_signature():

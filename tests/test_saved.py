@@ -19,6 +19,24 @@ def encoder(layers=2):
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
 
 
+def test_the_default_number_of_blocks_is_replaced(tmp_path):
+    first, second = encoder(), encoder()
+    second.load_state_dict(first.state_dict())
+    ah.adapt_(first, blocks=2)
+    perturb(first, 1.0)
+    ah.adapt_(second)
+    ah.save_similarities(first, tmp_path / "similarities.safetensors")
+    ah.load_similarities(second, tmp_path / "similarities.safetensors")
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(second(x), first(x))
+    ah.revert_(second)
+    ah.adapt_(second, bases=("l1", "dot"))
+    shown = repr(second)
+    with pytest.raises(ah.AHopError, match=r"must be .*l1.* as in the model"):
+        ah.load_similarities(second, tmp_path / "similarities.safetensors")
+    assert repr(second) == shown
+
+
 @pytest.mark.parametrize(("make", "options"), [
     (encoder, {"blocks": 4}),
     (encoder, {"blocks": torch.tensor([0, 1] * 4), "debias": True, "separation": "entmax"}),

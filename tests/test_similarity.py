@@ -241,7 +241,7 @@ def test_names_in_the_state_dict():
 
 
 def test_another_number_of_blocks_in_a_checkpoint():
-    state, layer = ah.AdaptiveSimilarity(12, blocks=6).state_dict(), ah.AdaptiveAttention(24, 2)
+    state, layer = ah.AdaptiveSimilarity(12, blocks=6).state_dict(), ah.AdaptiveAttention(24, 2, blocks=None)
     named = ah.AdaptiveSimilarity(12, blocks=UNEQUAL)
     for module, given, message in (
         (ah.AdaptiveSimilarity(12, blocks=4), state, "must have 4 blocks, as the similarity, got w with 6"),
@@ -364,7 +364,7 @@ def test_patches():
 
 def test_lazy_similarities():
     query, key = pair(2, 3, dtype=torch.float32)
-    for blocks in (None, 4, ah.Blocks(4, normalize=True)):
+    for blocks in (None, "auto", 4, ah.Blocks(4, normalize=True)):
         lazy = SimilarityOptions(debias=True, blocks=blocks).make_similarity(None, 3)
         assert isinstance(lazy, LazyAdaptiveSimilarity)
         expected = ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks)
@@ -388,11 +388,12 @@ def test_lazy_similarities():
 
 def test_lazy_similarities_load_checkpoints():
     query, key = pair(2, 3, dtype=torch.float32)
-    for blocks in (None, 4):
+    for given, blocks in ((None, None), (4, 4), ("auto", 4), ("auto", None)):
         source = randomized(ah.AdaptiveSimilarity(12, 3, debias=True, blocks=blocks))
-        lazy, other = (SimilarityOptions(debias=True, blocks=n).make_similarity(None, 3) for n in (blocks, 3))
+        lazy, other = (SimilarityOptions(debias=True, blocks=n).make_similarity(None, 3) for n in (given, 3))
         lazy.load_state_dict(source.state_dict())
         assert torch.equal(lazy(query, key), source(query, key))
+        assert repr(lazy) == repr(source)
     refuses("must have 3 blocks", other.load_state_dict, source.state_dict())
 
 

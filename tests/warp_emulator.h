@@ -261,8 +261,6 @@ inline void multiply_tf32(float (&r)[4], const float (&c)[4], const u32 (&a)[4],
     multiply_any<8, 1>(r, c, a, b, [](u32) { return 0.0f; });
 }
 
-inline u32 round_tf32(u32 x) { return std::isfinite(bits_float(x)) ? (x + 0x1000) & 0xffffe000 : x; }
-
 inline u32 load_shared(u32 address) {
     u32 r;
     std::memcpy(&r, &emulator::shared.at(address), 4);

@@ -115,7 +115,7 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         *, bases: Sequence[str] | None = None, init: Init | None = None, debias: bool = False,
         separation: str | Separation = "softmax", similarity: SimilaritySource | None = None,
-        blocks: BlocksArgument = None,
+        blocks: BlocksArgument = "auto",
     ) -> None:
         # fmt: on
         check_sizes(embed_dim=embed_dim, num_heads=num_heads)

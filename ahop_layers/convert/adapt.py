@@ -19,7 +19,7 @@ from ahop_layers.errors import AHopError, check_given_sizes, check_module
 from ahop_layers.hopfield.adaptive import AdaptiveLayer, is_dot_product, make_plain
 from ahop_layers.ops.operators import is_compiled
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.adaptive import Init
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, Init
 from ahop_layers.similarity.associator import SimilarityList, named_similarities, similarity_parameters
 from ahop_layers.similarity.blocks import BlocksArgument
 from ahop_layers.similarity.options import SimilarityOptions, SimilaritySource
@@ -41,6 +41,7 @@ class Report:
         passed_over: reason why an attention module was not adapted, by name.
         new_parameters: number of elements of the new similarities' parameters of known shape.
         dry_run: whether :func:`adapt_` changed nothing.
+        blocks: number of blocks of the similarities of each adapted module, by name, unless it has full footprints.
         how: how the attention of each adapted module is replaced, by name: by a ``"converter"``, or in the module's own
             ``forward``, where it calls ``"scaled_dot_product_attention"`` or computes scores ``"by hand"``.
 
@@ -54,6 +55,7 @@ class Report:
     new_parameters: int = 0
     dry_run: bool = False
     how: dict[str, str] = field(default_factory=dict)
+    blocks: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """The coverage, then one line per module."""
@@ -63,7 +65,8 @@ class Report:
         lines = [total if self.dry_run else f"{total}; {self.new_parameters} new parameters"]
         for name, kind in self.adapted.items():
             how = self.how.get(name, "converter")
-            lines.append(f"{name:{width}}  {done} {kind}" + ("" if how == "converter" else f" ({how})"))
+            line = f"{name:{width}}  {done} {kind}" + ("" if how == "converter" else f" ({how})")
+            lines.append(line + (f", {self.blocks[name]} blocks" if name in self.blocks else ""))
         lines += [f"{name:{width}}  passed over: {reason}" for name, reason in self.passed_over.items()]
         return "\n".join(lines)
 
@@ -83,7 +86,7 @@ def adapt_(
     model: nn.Module, *, example: Any = None, by_hand: bool = False, where: Where | None = None,
     last: int | None = None, freeze_rest: bool = False, dry_run: bool = False, like: type[nn.Module] | None = None,
     bases: Sequence[str] | None = None, init: Init | None = None, debias: bool = False,
-    separation: str | Separation | None = None, blocks: BlocksArgument = None,
+    separation: str | Separation | None = None, blocks: BlocksArgument = "auto",
     similarity: SimilaritySource | None = None,
 ) -> Report:
     # fmt: on
@@ -118,8 +121,8 @@ def adapt_(
         like: a class of hflayers; modules with its parts that ``where`` selects are copies of it. Without it, copies
             are recognized by their parts, and one call of each checks that it computes the same weights, with softmax,
             sparsemax or entmax15, which is kept unless ``separation`` is given.
-        bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`; None means its default. An integer
-            is the number of blocks of one head.
+        bases, init, debias: see :class:`~ahop_layers.AdaptiveSimilarity`; None means its default.
+        blocks: see :class:`~ahop_layers.AdaptiveHopfield`; the report says what ``"auto"`` chose.
         separation: the name of a separation, or a :class:`~ahop_layers.Separation`, which is copied for each layer.
             None keeps the separation of a Hopfield layer and means softmax for attention. Must be None for modules that
             are adapted with ``by_hand``, which keep their own softmax.
@@ -158,8 +161,9 @@ def adapt_(
     built = {name: _build(name, module, converter, options) for name, (module, converter) in chosen.items()}
     adapted = {name: type(module).__name__ for name, (module, _) in chosen.items()}
     how = {name: converter.how for name, (_, converter) in chosen.items()}
+    counts = {name: _blocks(each.similarity) for name, each in built.items() if _blocks(each.similarity)}
     if dry_run:
-        return Report(adapted, passed, 0, True, how)
+        return Report(adapted, passed, 0, True, how, counts)
     try:
         for name, (module, converter) in chosen.items():
             with _naming(name):
@@ -173,7 +177,7 @@ def adapt_(
     _exempt_from_decay(model)
     _warn_about_peft(model)
     new = {id(p): p.numel() for module, _ in chosen.values() for p in similarity_parameters(module) if not is_lazy(p)}
-    return Report(adapted, passed, sum(new.values()), False, how)
+    return Report(adapted, passed, sum(new.values()), False, how, counts)
 
 
 def _check_not_wrapped(model: nn.Module) -> None:
@@ -229,6 +233,13 @@ def _build(name: str, module: nn.Module, converter: Converter, options: Similari
         heads = shapes[0][0] if len(shapes) == 1 else None
         separation = None if options.separation is None else copied.make_separation(heads)
         return SimilarityOptions(separation=separation, similarity=similarity)
+
+
+def _blocks(similarity: Any) -> str:
+    """Returns the numbers of blocks of one or several similarities, and an empty text for full footprints."""
+    parts = similarity if isinstance(similarity, SimilarityList) else [similarity]
+    known = [part for part in parts if isinstance(part, AdaptiveSimilarity) and not is_lazy(part.w)]
+    return ", ".join(str(part.w.shape[-1]) for part in known if part.blocks.assignment is not None)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from ahop_layers import files
 from ahop_layers.convert.class_swap import original_class
 from ahop_layers.convert.registry import full_name
 from ahop_layers.errors import AHopError, check_module
-from ahop_layers.similarity.adaptive import AdaptiveSimilarity, check_state
+from ahop_layers.similarity.adaptive import AdaptiveSimilarity, check_state, unchanged_on_error
 from ahop_layers.similarity.associator import Associator, named_similarities
 
 _KEY = "ahop_layers.similarities"
@@ -41,8 +41,9 @@ def save_similarities(model: nn.Module, path: str | Path) -> None:
 def load_similarities(model: nn.Module, path: str | Path) -> None:
     """Loads the similarities that :func:`save_similarities` saved.
 
-    The adaptive layers of ``model`` must have the same names and classes, and similarities of the same shapes.
-    Otherwise an :class:`~ahop_layers.AHopError` is raised, and the model is unchanged.
+    The adaptive layers of ``model`` must have the same names and classes, and similarities of the same shapes, except
+    that ``blocks="auto"`` takes over the number of blocks. Otherwise an :class:`~ahop_layers.AHopError` is raised, and
+    the model is unchanged.
 
     >>> import tempfile, ahop_layers as ah
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -51,6 +52,16 @@ def load_similarities(model: nn.Module, path: str | Path) -> None:
     """
     parts = _learned_parts(model)
     tensors, saved = files.read(files.as_path(path), _KEY, "save_similarities")
+    with unchanged_on_error(nn.ModuleList(parts.values())):
+        _load(model, parts, tensors, saved)
+
+
+def _load(model: nn.Module, parts: dict[str, nn.Module], tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
+    """Loads the parts of a model; raises unless the file describes these parts."""
+    for name, part in parts.items():
+        weights = tensors.get(_join(name, "w"))
+        if isinstance(part, AdaptiveSimilarity) and part.takes_blocks and weights is not None and weights.ndim:
+            part.take_blocks_(weights.shape[-1])
     own = _describe(model, parts)
     for name in {**saved, **own}:
         if name not in own or name not in saved:

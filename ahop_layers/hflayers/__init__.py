@@ -9,18 +9,29 @@ import warnings
 from copy import deepcopy
 from importlib import import_module
 from inspect import signature
+from math import sqrt
 from types import ModuleType
-from typing import Any
+from typing import Any, Optional, Tuple, Union  # noqa: UP035 - names of hflayers
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module, Parameter
 
 from ahop_layers.errors import check_choice
+from ahop_layers.hflayers import activation, functional
+from ahop_layers.hflayers.activation import HopfieldCore
 from ahop_layers.hopfield import AdaptiveHopfield as Hopfield
 from ahop_layers.hopfield import AdaptiveHopfieldLayer as HopfieldLayer
 from ahop_layers.hopfield import AdaptiveHopfieldPooling as HopfieldPooling
 from ahop_layers.hopfield.adaptive import AdaptiveLayer
 
-__all__ = ["Hopfield", "HopfieldLayer", "HopfieldPooling", "install_as_hflayers"]
+# What ``from hflayers import *`` imports from the original.
+__all__ = [
+    "Hopfield", "HopfieldCore", "HopfieldLayer", "HopfieldPooling", "Module", "Optional", "Parameter", "Tensor",
+    "Tuple", "Union", "activation", "functional", "nn", "sqrt", "torch",
+]  # fmt: skip
 
-_SUBMODULES = ("", ".activation", ".auxiliary", ".auxiliary.data", ".transformer")
+_SUBMODULES = ("", ".activation", ".auxiliary", ".auxiliary.data", ".functional", ".transformer")
 
 
 def install_as_hflayers(**defaults: Any) -> None:

@@ -58,7 +58,7 @@ class AdaptiveLayer(Restored, HopfieldInterface):
         debias: bool = False,
         separation: str | Separation = "softmax",
         similarity: SimilaritySource | None = None,
-        blocks: BlocksArgument = None,
+        blocks: BlocksArgument = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **keywords: Any,
@@ -151,9 +151,12 @@ class AdaptiveHopfield(AdaptiveLayer, HopfieldBase):
             output depends on them.
         add_zero_association: add a projected stored pattern of zeros to every sample, with a projection of zeros.
         disable_out_projection: leave out the output projection: the output is the concatenation of the heads.
-        bases, init, debias, blocks: see :class:`~ahop_layers.AdaptiveSimilarity`; every head has its own weights. None
-            means its default: the layer initially computes the same outputs as the layer it replaces. An integer is the
-            number of blocks of one head, or of a static pattern, which is not split into heads.
+        bases, init, debias: see :class:`~ahop_layers.AdaptiveSimilarity`; each head has its own weights. None means its
+            default: the layer initially computes the same outputs as the layer it replaces.
+        blocks: see :class:`~ahop_layers.AdaptiveSimilarity`. An integer is the number of blocks of one head, or of a
+            static pattern, which is not split into heads. ``"auto"`` is the smallest number from 4 to 8 that divides 16
+            or more dimensions, and takes over the number of a state dict. None, and ``"auto"`` for other dimensions, is
+            the full footprint of the paper, which a lookup of damaged rows should name.
         separation: ``"softmax"``, ``"sparsemax"``, ``"entmax15"``, ``"entmax"`` (learned alpha), ``"argmax"``, or a
             :class:`~ahop_layers.Separation`.
         similarity: a module that scores ``(N, H, L, d)`` against ``(N, H, S, d)``, or a function of

@@ -247,6 +247,13 @@ static inline double from_float64(double value) { return value; }
 #define JOIN(a, b, c) JOIN_(a, b, c)
 #define FN(name) JOIN(name, ISA, T)
 
+/* Flush denormals to zero: weights of a softmax that round to nothing have denormal gradients, on which x86 is slow. */
+#if defined(__x86_64__)
+#define FLUSH(yes) _mm_setcsr((_mm_getcsr() & ~0x8040u) | ((yes) ? 0x8040u : 0));
+#else
+#define FLUSH(yes)
+#endif
+
 #define PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
 #define BEGIN_TARGET(features) PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))

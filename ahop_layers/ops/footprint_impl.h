@@ -1315,7 +1315,9 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
                         grad[key] = ((const T *)call->scores)[origin + (first + key) * stride[3]];
                 }
                 memset(at.query_grad, 0, (size_t)((call->paired ? vectors : rows) * at.pitch * BYTES));
+                FLUSH(FN(is_few)(at.network) && !special)
                 FN(backward_rows)(call, &at, rows, vectors, special);
+                FLUSH(0)
                 if (call->need & NEED_QUERY && call->paired)
                     FN(flush_lanes)(at.query_grad, at.pitch, (T *)call->query_grad + place, step, d, keys, 0);
                 for (int64_t r = 0; call->need & NEED_QUERY && !call->paired && r < rows; r++) {

@@ -13,6 +13,7 @@ from ahop_layers.errors import (
     AHopError,
     broadcast_batch,
     check_choice,
+    check_divides,
     check_floating,
     check_given_sizes,
     check_numbers,
@@ -46,7 +47,10 @@ def unchanged_on_error(module: nn.Module) -> Iterator[None]:
             owner.update(attributes)
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
+                if tensor.shape == value.shape:
+                    tensor.copy_(value)
+                else:  # another number of blocks
+                    tensor.data = value
         raise
 
 
@@ -76,7 +80,8 @@ class AdaptiveSimilarity(Restored):
         blocks: the blocks of dimensions over which similarities are summed before they are sorted. None makes every
             dimension a block. An integer n, a divisor of d, means n consecutive blocks of equal width. An integer
             tensor or array ``(dim,)`` names the block of each dimension, from 0 to n - 1; see
-            :func:`~ahop_layers.patches`. :class:`~ahop_layers.Blocks` has further options.
+            :func:`~ahop_layers.patches`. ``"auto"`` is the number of ``init`` if it is a tensor, else the smallest n
+            from 4 to 8, see :class:`~ahop_layers.Blocks`, which has further options.
         device, dtype: device and dtype of the parameters.
 
     Attributes:
@@ -85,7 +90,7 @@ class AdaptiveSimilarity(Restored):
         bias: with ``debias``, the learned vector ``([H,] d)``; otherwise None.
         widths: the width of each base ``(n_bases,)``, 1 for a base without one; None if no base saturates.
         units: the unit of each dimension ``(d,)``, in which query and key are compared; None if all units are 1.
-        blocks: the :class:`~ahop_layers.Blocks`.
+        blocks: the :class:`~ahop_layers.Blocks`, with the number that ``"auto"`` chose.
         block_numbers: the block of each dimension ``(d,)``; None unless ``blocks`` names it.
         norm: the root mean square norm of the stored blocks, 0 if it is unknown; None unless blocks are normalized.
 
@@ -129,7 +134,9 @@ class AdaptiveSimilarity(Restored):
         check_given_sizes(num_heads=num_heads)
         self.dim, self.num_heads, self.bases = dim, num_heads, _check_bases(bases)
         self.names = tuple(base if isinstance(base, str) else base[0] for base in self.bases)
-        self.blocks = as_blocks(blocks)
+        blocks, given = as_blocks(blocks), init.shape[-1] if isinstance(init, Tensor) and init.ndim else None
+        self.blocks = blocks.chosen(dim, given)
+        self.takes_blocks = blocks.is_auto and given is None  # a state dict replaces the number that "auto" chose
         # A copy, because assigning another module's parameter would register it here as well.
         self.init = init.detach().clone() if isinstance(init, Tensor) else init
         heads = () if num_heads is None else (num_heads,)
@@ -237,19 +244,24 @@ class AdaptiveSimilarity(Restored):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Loads a state dict, and takes over its units, or that there are none, and other blocks of the same number.
 
-        Raises before anything is changed if the bases or the number of blocks differ, or a value is out of range.
+        A similarity that was built with ``"auto"`` also takes over another number. Raises before anything is changed if
+        the bases or the number of blocks differ, or a value is out of range.
         """
         given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         given = {name: value for name, value in given.items() if isinstance(value, Tensor) and not is_lazy(value)}
         if "_extra_state" in given:
             self.set_extra_state(given["_extra_state"])
         blocks, numbers = self.blocks, given.get("block_numbers")
-        if "w" in given and not is_lazy(self.w):
-            _check_count(f"{prefix}w", given["w"].shape[-1:].numel(), self.w.shape[-1])
+        count = given["w"].shape[-1:].numel() if "w" in given and not is_lazy(self.w) else None
+        if count is not None and not (self.takes_blocks and count and self.dim % count == 0):
+            _check_count(f"{prefix}w", count, self.w.shape[-1])
         if numbers is not None and blocks.named is not None and not numbers.is_meta:
             blocks = Blocks(numbers, blocks.normalize)
             _check_count(f"{prefix}block_numbers", blocks.count(self.dim), self.blocks.count(self.dim))
         check_state(self, state_dict, prefix)
+        if count is not None and self.takes_blocks:
+            self.take_blocks_(count)
+            blocks = self.blocks
         if "units" in given:
             self.units = torch.empty_like(given["units"], device=next(self.parameters()).device)
         elif self.widths is not None and self.units is None:
@@ -258,6 +270,14 @@ class AdaptiveSimilarity(Restored):
         self.units = self.units if self.units is not None and len(self.units) else None
         self.blocks = blocks
         self._set_gather()
+
+    @torch.no_grad()
+    def take_blocks_(self, n: int) -> None:
+        """Changes the number of blocks that ``"auto"`` chose to n; ``w`` becomes zero, but stays the same parameter."""
+        if n != self.w.shape[-1]:
+            check_divides(n, self.dim)
+            self.blocks = Blocks("auto", self.blocks.normalize).chosen(self.dim, n)
+            self.w.data, self.w.grad = self.w.new_zeros(*self.w.shape[:-1], n), None
 
     def sources(self) -> list[Tensor]:
         """Returns the tensors that :meth:`prepare` depends on; none if there is nothing to prepare."""

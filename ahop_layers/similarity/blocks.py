@@ -17,7 +17,8 @@ SLICE_ELEMENTS = 2**21  # number of elements of stored patterns that are process
 
 
 BlocksArgument = Any
-"""None, an integer, an integer tensor or array, or a :class:`~ahop_layers.Blocks`."""
+"""None, ``"auto"``, an integer, an integer tensor or array, or a :class:`~ahop_layers.Blocks`."""
+AUTO_DIMENSIONS, AUTO_BLOCKS = 16, range(4, 9)  # "auto" cuts at least so many dimensions, into so many blocks
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -27,7 +28,8 @@ class Blocks:
     Args:
         assignment: an integer n, a divisor of d, for n consecutive blocks of equal width; or an integer tensor or array
             ``(d,)`` with the block of each dimension, from 0 to n - 1, such as :func:`patches` returns, of which a copy
-            on the CPU is kept. None makes every dimension a block.
+            on the CPU is kept. None makes every dimension a block. ``"auto"`` is the smallest n from 4 to 8 that is a
+            divisor of d if d is at least 16, and None for other d.
         normalize: whether to center each block of query and key, and to divide it by its norm plus a small constant,
             before any base similarity. ``dot`` is then the correlation of two blocks: an offset of a block or a
             positive factor does not change it. The constant is 0.001 times the root mean square norm of the stored
@@ -62,8 +64,8 @@ class Blocks:
                 raise AHopError(f"blocks must be (d,), the block of each dimension, got shape {describe(numbers)}")
             check_block_numbers(numbers, len(numbers))
             given = numbers.long().clone()
-        elif given is not None:
-            expected = "None, an integer, or an integer tensor or array"
+        elif given is not None and not (isinstance(given, str) and given == "auto"):
+            expected = 'None, "auto", an integer, or an integer tensor or array'
             raise AHopError(f"blocks must be {expected}, got {given!r}")
         if not isinstance(self.normalize, bool):
             raise AHopError(f"normalize must be True or False, got {self.normalize!r}")
@@ -74,12 +76,24 @@ class Blocks:
         """The tensor that names the block of each dimension, if one was given."""
         return self.assignment if isinstance(self.assignment, Tensor) else None
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether the number of blocks is still to be chosen."""
+        return isinstance(self.assignment, str)
+
+    def chosen(self, dim: int, n: int | None = None) -> "Blocks":
+        """Returns blocks that are not ``"auto"``, for ``dim`` dimensions; with ``n`` they are n blocks."""
+        n = self.count(dim) if n is None else n
+        return Blocks(None if n == dim else n, self.normalize) if self.is_auto else self
+
     def count(self, dim: int) -> int:
         """Returns the number n of blocks of ``dim`` dimensions; raises if the blocks do not fit."""
         if self.named is not None:
             if len(self.named) != dim:
                 raise AHopError(f"blocks must name the block of each of the {dim} dimensions, got {len(self.named)}")
             n = int(self.named.max()) + 1
+        elif self.is_auto:
+            n = next((n for n in AUTO_BLOCKS if dim % n == 0 and dim >= AUTO_DIMENSIONS), dim)
         else:
             n = dim if self.assignment is None else self.assignment
             check_divides(n, dim)

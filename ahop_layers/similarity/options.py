@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from ahop_layers.errors import AHopError, check_pair
 from ahop_layers.separation import Separation
@@ -26,10 +26,11 @@ class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
     def __init__(
         self, num_heads: int, bases: Sequence[BaseArgument], init: Init, debias: bool, blocks: BlocksArgument = None
     ) -> None:
+        given = as_blocks(blocks)
+        n = None if given.is_auto else given.assignment
         # Twice the number of blocks stands in for the unknown dimension.
-        n = as_blocks(blocks).assignment
-        super().__init__(2 * n if n else 1, num_heads, bases, init, debias, blocks)
-        unknown = ("w" if n is None else "", "bias" if debias else "")
+        super().__init__(2 * n if n else 16 if given.is_auto else 1, num_heads, bases, init, debias, given)
+        self.blocks, unknown = given, ("w" if n is None else "", "bias" if debias else "")
         for name in filter(None, unknown):
             self.register_parameter(name, UninitializedParameter())  # type: ignore[arg-type]
 
@@ -46,13 +47,15 @@ class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
     def initialize_parameters(self, query: Tensor, key: Tensor) -> None:
         """Infers ``dim`` from ``query (..., d)`` and initializes the parameters."""
         check_pair(query, key)
-        self.blocks.count(query.shape[-1])  # raises if the blocks do not fit
-        self.dim = query.shape[-1]
+        dim, loaded = query.shape[-1], None if is_lazy(self.w) else self.w.shape[-1]
+        blocks = self.blocks.chosen(dim, loaded)
+        n = blocks.count(dim)  # raises if the blocks do not fit
+        self.dim, self.blocks = dim, blocks
         if self.has_uninitialized_params():
             for name, parameter in list(self.named_parameters(recurse=False)):
                 if isinstance(parameter, UninitializedParameter):
-                    middle = () if name == "bias" else (len(self.bases),)
-                    parameter.materialize((self.num_heads or 1, *middle, self.dim))
+                    sizes = (self.dim,) if name == "bias" else (len(self.bases), n)
+                    parameter.materialize((self.num_heads or 1, *sizes))
             self.reset_parameters()
 
 
@@ -61,7 +64,7 @@ class SimilarityOptions:
     """From what an adaptive layer makes its similarity and its separation.
 
     Public functions and classes build it from their keywords; :class:`~ahop_layers.AdaptiveHopfield` explains them.
-    None, or False, means that an option is not given.
+    None, False or ``"auto"`` means that an option is not given.
     """
 
     bases: Sequence[BaseArgument] | None = None
@@ -69,7 +72,7 @@ class SimilarityOptions:
     debias: bool = False
     separation: str | Separation | None = None
     similarity: SimilaritySource | None = None
-    blocks: BlocksArgument = None
+    blocks: BlocksArgument = "auto"
 
     def copied(self) -> "SimilarityOptions":
         """Returns the options with copies of their modules, so that no two layers share one."""
@@ -94,7 +97,8 @@ class SimilarityOptions:
             return AdaptiveSimilarity(dim, num_heads, bases, init, self.debias, self.blocks)
         if not isinstance(self.similarity, nn.Module) and not callable(self.similarity):
             raise AHopError(f"similarity must be a module or a factory f(dim, num_heads), got {self.similarity!r}")
-        replaced = {"bases": self.bases, "init": self.init, "debias": self.debias or None, "blocks": self.blocks}
+        blocks = None if isinstance(self.blocks, str) else self.blocks
+        replaced = {"bases": self.bases, "init": self.init, "debias": self.debias or None, "blocks": blocks}
         given = ", ".join(f"{name}={value!r}" for name, value in replaced.items() if value is not None)
         if given:
             raise AHopError(f"similarity replaces bases, init, debias and blocks, got similarity together with {given}")
@@ -113,4 +117,5 @@ def _known_dim(init: Init, blocks: BlocksArgument) -> int | None:
     given = as_blocks(blocks)
     if given.named is not None:
         return len(given.named)
-    return init.shape[-1] if given.assignment is None and isinstance(init, Tensor) and init.ndim else None
+    full = given.assignment is None or given.is_auto
+    return init.shape[-1] if full and isinstance(init, Tensor) and init.ndim else None

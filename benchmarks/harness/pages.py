@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import kernels_report, models_report, packed, search_costs, summary, vit, vit_report
+from benchmarks import hflayers, kernels_report, models_report, packed, search_costs, summary, vit, vit_report
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
 from benchmarks.harness.rows import RESULTS, Row, read
@@ -25,7 +25,6 @@ from benchmarks.paper.retrieval import report as retrieval_report
 from benchmarks.paper.tabular import report as tabular_report
 from benchmarks.projects import adaptive as projects_adaptive
 from benchmarks.projects import measure as projects
-from benchmarks.projects import widths as projects_widths
 from benchmarks.robust import report as robust_report
 from benchmarks.search import ar
 from benchmarks.search import report as search_report
@@ -193,10 +192,8 @@ TABLES: dict[str, Callable[[], str]] = {
         "kernels --device cuda --only attention", attention_rows(), kernels_report.of_attention
     ),
     "blocks": lambda: by_device("kernels", kernel_rows(), kernels_report.of_blocks),
-    "projects": lambda: by_device("projects", rows_of("projects.csv"), projects.report),
-    "projects-widths": lambda: by_device(
-        "projects --parts widths", rows_of("projects_widths.csv"), projects_widths.report
-    ),
+    "hflayers": lambda: by_device("hflayers --original PATH", rows_of("hflayers.csv"), hflayers.report),
+    "projects": lambda: by_device("projects --original PATH", rows_of("projects.csv"), projects.report),
     "projects-adaptive": lambda: by_device(
         "projects --parts adaptive", rows_of("projects_adaptive.csv"), projects_adaptive.report
     ),

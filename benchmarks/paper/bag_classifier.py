@@ -19,7 +19,7 @@ class HopfieldPool(nn.Module):
 
     def __init__(self, width: int = 64, heads: int = 4, head_width: int = 32, **options: Any) -> None:
         super().__init__()
-        self.pooling = ah.AdaptiveHopfieldPooling(width, head_width, num_heads=heads, **options)
+        self.pooling = ah.AdaptiveHopfieldPooling(width, head_width, num_heads=heads, blocks=None, **options)
 
     def forward(self, instances: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
         """Returns the pooled bags and the weights of the instances, averaged over heads."""

@@ -1,18 +1,17 @@
 """Uses of Hopfield layers in published projects: the losses of hflayers and of adaptive layers, and the time of a step.
 
-To run: python -m benchmarks.projects [--projects cloob hopular] [--steps 20]
+To run: python -m benchmarks.projects [--original PATH] [--projects cloob hopular] [--steps 20]
         python -m benchmarks.projects --parts adaptive --seeds 5
-        python -m benchmarks.projects --parts widths
 
 Each project is trained with hflayers, with frozen adaptive layers, with learned ones, and with learned ones of few
-blocks, from the same weights, on the same batches, with the same random numbers. Without hflayers, our own plain layers
-take its place. hflayers projects patterns together that are equal after normalization, so that some norms receive no
-gradient at first; the second difference is that to hflayers without this. Steps of all layers alternate; times are
-medians of the CPU time on one thread, without the first step.
+blocks, from the same weights, on the same batches, with the same random numbers. PATH is a checkout of hopfield-layers;
+without it, and if hflayers is not installed, our own plain layers take its place. hflayers projects patterns together
+that are equal after normalization, so that some norms receive no gradient at first; the second difference is that to
+hflayers without this. Steps of all layers alternate; times are medians of the CPU time on one thread, without the first
+step.
 
 The part ``adaptive`` trains the three examples of hopfield-layers with the dot product, with full footprints and with
-blocks, and measures their accuracy on held-out bags. The part ``widths`` measures the time of a step of CLOOB's model
-by the width of its patterns and the number of blocks.
+blocks, and measures their accuracy on held-out bags.
 """
 
 import argparse
@@ -23,29 +22,28 @@ import torch
 
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.rows import RESULTS, ResultTable
-from benchmarks.projects import adaptive, widths
+from benchmarks.projects import adaptive
 from benchmarks.projects.measure import PROJECTS, measure, project_named, report
-from benchmarks.projects.project import plain_layers
+from benchmarks.projects.project import import_original, plain_layers
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures the projects and prints a table of each part."""
     parser = make_parser("projects", __doc__)
-    parser.add_argument(
-        "--parts", nargs="+", choices=("steps", "adaptive", "widths"), default=["steps"], help="what to measure"
-    )
+    parser.add_argument("--original", type=Path, help="checkout of hopfield-layers")
+    parser.add_argument("--parts", nargs="+", choices=("steps", "adaptive"), default=["steps"], help="what to measure")
     parser.add_argument("--projects", nargs="+", choices=PROJECTS, default=PROJECTS, help="which projects to measure")
     parser.add_argument("--steps", type=int, help="number of training steps (default: by part)")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds of the part adaptive")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if options.original:
+        import_original(options.original)
     if "steps" in options.parts:
         measure_steps(options)
     if "adaptive" in options.parts:
         measure_adaptive(options)
-    if "widths" in options.parts:
-        measure_widths(options)
 
 
 def measure_steps(options: argparse.Namespace) -> None:
@@ -70,14 +68,6 @@ def measure_adaptive(options: argparse.Namespace) -> None:
             results.replace(rows, "project", "seed", "similarity")
             print(name, seed, *(f"{row['similarity']}: {row['accuracy']}" for row in rows), flush=True)
     print(adaptive.report([row for row in results.own_rows if row["project"] in names]))
-
-
-def measure_widths(options: argparse.Namespace) -> None:
-    """Compares the times of a step of static patterns by their width and the number of blocks."""
-    results = ResultTable(options.results / "projects_widths.csv", "cpu")
-    for width in widths.WIDTHS:
-        results.replace([{"width": width, **widths.measure(width, options.steps or 10)}], "width")
-    print(widths.report(results.own_rows))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def compare(name: str, seed: int, steps: int | None = None) -> Iterator[dict[str
     example = EXAMPLES[name]
     project, steps = replace(project_named(name), lr=example.lr), steps or example.steps
     plain = Training(project, plain_layers(), seed=seed)
-    systems = [adaptive_layers(), adaptive_layers(project.blocks)]
+    systems = [adaptive_layers(None), adaptive_layers(project.blocks)]
     trainings = [plain, *(Training(project, layers, plain.initial, seed=seed) for layers in systems)]
     generator = torch.Generator().manual_seed(seed)
     batches = [example.batch(generator, False) for _ in range(min(steps, example.batches))]

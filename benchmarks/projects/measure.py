@@ -29,6 +29,8 @@ NAMES = {
     "hopcpt": "HopCPT",
     "cpp_bag": "cpp_bag",
     "hop_vae": "Hop-VAE",
+    "hyper_pcm": "HyperPCM",
+    "denoising": "Hopfield-integrated-test",
 }
 PROJECTS = tuple(NAMES)
 
@@ -91,8 +93,8 @@ def measure(project: Project, steps: int) -> dict[str, float | int]:
     """Trains a project with all layers; returns losses, differences and the milliseconds of a step."""
     plain = Training(project, plain_layers())
     apart = Training(project, plain_layers(), plain.initial)
-    frozen = Training(project, adaptive_layers(), plain.initial, frozen=True)
-    full = Training(project, adaptive_layers(), plain.initial)
+    frozen = Training(project, adaptive_layers(None), plain.initial, frozen=True)
+    full = Training(project, adaptive_layers(None), plain.initial)
     blocks = Training(project, adaptive_layers(project.blocks), plain.initial)
     for step in range(steps):
         batch = project.batch(torch.Generator().manual_seed(step))

@@ -1,15 +1,20 @@
 """Project: one use of Hopfield layers, and the three sets of layers it is trained with."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partialmethod
-from types import SimpleNamespace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Generator, Tensor, nn
 
 import ahop_layers as ah
-from ahop_layers import hopfield
+
+NAMES = ("Hopfield", "HopfieldLayer", "HopfieldPooling")
 
 
 @dataclass(frozen=True)
@@ -33,22 +38,31 @@ class Project:
     lr: float = 1e-3
 
 
+def import_original(checkout: Path) -> ModuleType:
+    """Imports hflayers from a checkout of hopfield-layers, or exits."""
+    sys.path.insert(0, str(checkout))
+    try:
+        return import_module("hflayers")
+    except ImportError:
+        raise SystemExit(f"--original: expected a checkout of hopfield-layers, got {checkout}") from None
+    finally:
+        sys.path.pop(0)
+
+
 def plain_layers() -> SimpleNamespace:
     """Returns the layers of hflayers if it is installed, else our own plain layers."""
-    names = ("Hopfield", "HopfieldLayer", "HopfieldPooling")
-    return SimpleNamespace(**{name: getattr(hopfield, name) for name in names})
+    module = import_module("hflayers" if find_spec("hflayers") else "ahop_layers.hopfield")
+    return SimpleNamespace(**{name: getattr(module, name) for name in NAMES})
 
 
-def adaptive_layers(blocks: int | None = None) -> SimpleNamespace:
-    """Returns adaptive layers under the names of hflayers."""
+def adaptive_layers(blocks: int | None) -> SimpleNamespace:
+    """Returns adaptive layers with a number of blocks, None for full footprints, under the names of hflayers."""
 
-    def with_blocks(kind: type) -> type:
-        return type(kind.__name__, (kind,), {"__init__": partialmethod(kind.__init__, blocks=blocks)})  # type: ignore[misc]
+    def with_blocks(name: str) -> type:
+        kind = getattr(ah, f"Adaptive{name}")
+        return type(name, (kind,), {"__init__": partialmethod(kind.__init__, blocks=blocks)})
 
-    kinds = (ah.AdaptiveHopfield, ah.AdaptiveHopfieldLayer, ah.AdaptiveHopfieldPooling)
-    names = ("Hopfield", "HopfieldLayer", "HopfieldPooling")
-    chosen = kinds if blocks is None else map(with_blocks, kinds)
-    return SimpleNamespace(**dict(zip(names, chosen, strict=True)))
+    return SimpleNamespace(**{name: with_blocks(name) for name in NAMES})
 
 
 STATIC = {f"{name}_as_static": True for name in ("stored_pattern", "state_pattern", "pattern_projection")}

@@ -19,6 +19,7 @@ MAX_BLOCKS, MAX_DIMENSIONS = 8, 128
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 KEYS = 32  # of a tile of the forward kernel
+SMALL_BYTES = 896  # of a key and a value, of which 99 KiB of shared memory hold enough
 SCORE_WARPS = 4  # of a thread block that scores without attention
 RESERVED = 1024  # bytes of shared memory that the driver keeps for each thread block
 BACKWARD_WARPS = 8  # of a thread block, at most
@@ -80,11 +81,14 @@ def kernel_shape(n: int, size: int, width: int) -> Shape:
 def serves(call: AttentionCall) -> bool:
     """Returns whether the kernels support a call."""
     query, _, value, weight, mask, *_ = call
-    if query.dtype not in DTYPES or value.dtype != query.dtype or nvrtc.capability(query.device) < (8, 0):
+    capability = nvrtc.capability(query.device)
+    if query.dtype not in DTYPES or value.dtype != query.dtype or capability < (8, 0):
         return False
     if 0 in (*query.shape, *value.shape) or not set(call.bases) <= {"dis", "dot"}:
         return False
     n, size, width = kernel_shape(weight.shape[-1], query.shape[-1] // weight.shape[-1], value.shape[-1])
+    if query.element_size() * (n * size + width) > SMALL_BYTES and capability not in ((8, 0), (9, 0), (10, 0)):
+        return False
     known = mask is None or mask.dtype in MASKS
     return known and n <= MAX_BLOCKS and n * size <= MAX_DIMENSIONS and width <= MAX_DIMENSIONS
 

@@ -61,8 +61,7 @@ def build(attention: str, setup: Setup, data: ImageSet, scale: dict[str, tuple[f
         The model, and the learning-rate multiplier of its similarity parameters.
     """
     chosen = Attention.read(attention)
-    keywords: dict[str, Any] = {"init": chosen.init, "debias": chosen.debias}
-    keywords |= {"blocks": chosen.blocks} if chosen.blocks else {}
+    keywords: dict[str, Any] = {"init": chosen.init, "debias": chosen.debias, "blocks": chosen.blocks}
     image = tuple(data.train.images.shape[1:])
     model = VisionTransformer(image, len(data.classes), setup.patch or data.patch, **MODELS[setup.model], **scale)
     eager = chosen.name == "eager"

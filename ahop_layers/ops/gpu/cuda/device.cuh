@@ -161,13 +161,6 @@ DEVICE void multiply_tf32(float (&r)[4], const float (&c)[4], const u32 (&a)[4],
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// The nearest number with 11 significant bits.
-DEVICE u32 round_tf32(u32 x) {
-    u32 r;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(bits_float(x)));
-    return r;
-}
-
 DEVICE u32 load_shared(u32 address) {
     u32 r;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(address) : "memory");

@@ -134,10 +134,13 @@ DEVICE void load_own_norms(u32 (&norms)[N][2], const char* place, Lane lane) {
     }
 }
 
-// A number rounded to TF32, or the rest.
-DEVICE u32 part_of(u32 x, bool rest) {
-    const u32 upper = round_tf32(x);
-    return rest ? float_bits(bits_float(x) - bits_float(upper)) : upper;
+// The upper or lower part of a float32 number, of which tensor cores take 11 bits each. It is rounded by an integer sum:
+// the conversion of PTX has more instructions, and a NaN whose bits are all set stays one in the lower part. A single
+// part is rounded by a factor, which keeps every NaN.
+DEVICE u32 part_of(u32 x, bool lower) {
+    if (!PRECISE) return float_bits(bits_float(x) * 1.00034f);
+    const u32 upper = x + 0x1000;
+    return lower ? float_bits(bits_float(x) - bits_float(upper & 0xffffe000)) : upper;
 }
 
 // Adds the product of 16 x K and K x 8 float32 numbers, K = 8 COUNT. Tensor cores round toward zero, so they sum few
