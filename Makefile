@@ -74,7 +74,7 @@ $(EXAMPLES): pyproject.toml constraints.txt Makefile setup.py $(wildcard ahop_la
 $(READY): pyproject.toml constraints.txt Makefile setup.py $(wildcard ahop_layers/ops/footprint*)
 	@echo "==> setting up $(VENV) for the tests (first run: a few minutes)"
 	$(call venv,$(VENV))
-	$(call install,examples sklearn dev,--group docs transformers)
+	$(call install,examples sklearn search dev,--group docs transformers)
 	$(call frameworks,$(VENV))
 	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(VENV)/vit
 	touch $(DOCS) $(EXAMPLES) $@
@@ -154,7 +154,7 @@ test-hflayers:
 	$(call venv,$(VENV)-hflayers)
 	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check -c constraints.txt "pip>=25.1" "setuptools>=77"
 	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
-		-e ".[examples,sklearn,dev]" transformers
+		-e ".[examples,sklearn,search,dev]" transformers
 	$(call frameworks,$(VENV)-hflayers)
 	$(VENV)-hflayers/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation \
 		$(if $(HFLAYERS),"$(HFLAYERS)",--group hflayers)
@@ -180,7 +180,7 @@ test-nightly:
 	$(VENV)-nightly/bin/python -m pip install --disable-pip-version-check --upgrade --pre torch \
 		--index-url https://download.pytorch.org/whl/nightly/cpu
 	$(VENV)-nightly/bin/python -m pip install --disable-pip-version-check --no-build-isolation \
-		-e ".[examples,sklearn,dev]" transformers
+		-e ".[examples,sklearn,search,dev]" transformers
 	$(call frameworks,$(VENV)-nightly)
 	OMP_NUM_THREADS=1 $(VENV)-nightly/bin/python -m pytest -n auto --dist worksteal
 

@@ -38,9 +38,10 @@ class _Neighbors(base.BaseEstimator):  # type: ignore[misc]
         similarity: Any = None,
         random_state: int | np.random.RandomState | None = None,
         device: str | torch.device | None = None,
+        shortlist: int | str | None = None,
     ) -> None:
         self.n_neighbors, self.damage, self.similarity = n_neighbors, damage, similarity
-        self.random_state, self.device = random_state, device
+        self.random_state, self.device, self.shortlist = random_state, device, shortlist
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -75,7 +76,7 @@ class _Neighbors(base.BaseEstimator):  # type: ignore[misc]
         if count > most:
             raise AHopError(f"n_neighbors must be at most the number of other training rows, {most}, got {count}")
         rows = stored if own else self._scaled(self._validated(X, reset=False)).to(stored)
-        hits = self.memory_.search(rows, int(count) + own)
+        hits = self.memory_.search(rows, int(count) + own, self.shortlist)
         distances, neighbors = (each.cpu().numpy() for each in (-hits.scores, hits.indices))
         if own:
             others = neighbors != np.arange(len(neighbors))[:, None]
@@ -91,6 +92,8 @@ class _Neighbors(base.BaseEstimator):  # type: ignore[misc]
         default = AdaptiveSimilarity(rows.shape[1], bases=("l1",), init="l1").to(self.device)
         similarity = default if self.similarity is None else deepcopy(self.similarity)
         memory = AssociativeMemory(self._scaled(rows).to(self.device), similarity, labels=labels)
+        if self.shortlist == "auto":
+            memory.build_codes()
         memory.fit(self.damage, seed=utils.check_random_state(self.random_state).randint(2**31))
         on_cpu = memory.patterns.device.type == "cpu"
         self.memory_ = memory.double() if on_cpu else memory  # rounding would depend on the number of rows
@@ -130,6 +133,7 @@ class AdaptiveNeighborsClassifier(base.ClassifierMixin, _Neighbors):  # type: ig
             smallest difference of two rows counts, how much the second smallest, and so on.
         random_state: seed of the damage.
         device: PyTorch device of the memory; None is the CPU.
+        shortlist: as for :meth:`~ahop_layers.AssociativeMemory.search`, at least the number of neighbors.
 
     Attributes:
         classes_: class labels.

@@ -2,7 +2,7 @@
 
 from importlib.metadata import requires
 
-USED = ("examples", "sklearn", "vit", "mil", "save", "metric")
+USED = ("examples", "sklearn", "vit", "mil", "save", "search", "metric")
 """The extras for users. Development tools need not be old."""
 
 

@@ -369,6 +369,28 @@ def test_near_with_constant_weights_and_half_precision(n, missing):
         check_scores(query.to(dtype), key.to(dtype), weight, SHARED, missing)
 
 
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (7, 7), (64, 64), (1, 66)])
+def test_widths_that_differ_by_powers_of_two_share_an_exponential(n, d, missing):
+    """One of the bases with equal weights takes over the others, unless a number is infinite."""
+    widths = torch.tensor([0.3, 0.3 / 4, 2.4, 0.29, 0.3 / 64, 0.6], dtype=torch.float64)
+    for dtype, infinite in product((torch.float32, torch.float64), (False, True)):
+        query, key = torch.randn(2, 5, d, dtype=dtype), torch.randn(2, 70, d, dtype=dtype)
+        key[:, :5] = query
+        query[0, 0, 0] = torch.inf if infinite else 0.0
+        if missing:
+            forget(0.3, query, key)
+        weight = torch.zeros(len(widths), n, dtype=dtype)
+        weight[:, -1] = torch.randn(len(widths))
+        weight[-1] = torch.rand(n) / n  # sorted, if there are ranks
+        bases, scores = ("near",) * len(widths), []
+        for wide, backend in ((dtype, "auto"), (torch.float64, "reference")):
+            options = {"widths": widths.to(dtype).to(wide), "missing": missing, "backend": backend}
+            rows = (each.to(wide) for each in (query, key, weight))
+            scores.append(ah.adaptive_similarity(*rows, bases, **options).double())
+        torch.testing.assert_close(*scores, rtol=0, atol=20 * (d + 5) * torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("bases", [("dis",), ("dot",), ("near",), SHARED], ids="-".join)
 @pytest.mark.parametrize("d", [3, 33, 64])
 def test_missing_values(d, bases):

@@ -1,5 +1,7 @@
 """AssociationCore: the projections of a Hopfield layer, and :func:`~ahop_layers.association.associate` between them."""
 
+from collections.abc import Sequence
+from functools import partial
 from math import prod, sqrt
 from typing import Any, NamedTuple
 
@@ -160,30 +162,36 @@ class AssociationCore(Associator):
         reset(self.similarity)
         self.separation.reset_parameters()
 
-    def heads(self, pattern: Tensor, part: int) -> Tensor:
+    def _projections(self) -> list[tuple[Any, Any]]:
+        """Returns weight and bias of the query, key and value projections, cut at once: their gradients are joined."""
+        rows, joint, bias = self._rows, self.in_proj_weight, self.in_proj_bias
+        apart = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        weights = apart if joint is None else torch.split_with_sizes(joint, rows)
+        if bias is None:
+            return [(weight, None) for weight in weights]
+        used = bias if len(bias) == sum(rows) else bias[: sum(rows)]  # a static value has one, which is never added
+        return list(zip(weights, torch.split_with_sizes(used, rows), strict=True))
+
+    def _heads(self, projections: Sequence[Any], pattern: Tensor, part: int) -> Tensor:
         """Projects part 0, 1 or 2 (query, key, value) to heads: ``(N, rows, E) -> (N, H, rows, d)``."""
         if part == 2 and self.value_as_connected:
-            pattern = self._linear(pattern, 1)
-        split = self._split(self._linear(pattern, part), part)
+            pattern = self._linear(pattern, 1, *projections[1])
+        split = self._split(self._linear(pattern, part, *projections[part]), part)
         if part == 2 or not self.normalize_pattern:
             return split
         affine = self.p_norm_weight, self.p_norm_bias
         return functional.layer_norm(split, split.shape[-1:], *affine, self.normalize_pattern_eps)
 
-    def _linear(self, pattern: Tensor, part: int) -> Tensor:
+    def _linear(self, pattern: Tensor, part: int, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Applies the linear projection of part 0, 1 or 2 (query, key, value); a static part has none."""
-        rows, start = self._rows[part], sum(self._rows[:part])
-        if not rows:
+        if not self._rows[part]:
             return pattern
-        mine = slice(start, start + rows)
-        joint = self.in_proj_weight
-        weight = getattr(self, f"{'qkv'[part]}_proj_weight") if joint is None else joint[mine]
         check_dtype(pattern, weight)
-        return functional.linear(pattern, weight, None if self.in_proj_bias is None else self.in_proj_bias[mine])
+        return functional.linear(pattern, weight, bias)
 
     def _split(self, pattern: Tensor, part: int) -> Tensor:
         if self._rows[part] or (part == 2 and self.value_as_connected and self._rows[1]):
-            return rearrange(pattern, "n l (h d) -> n h l d", h=self.num_heads)
+            return torch.unflatten(pattern, -1, (self.num_heads, -1)).transpose(1, 2)
         alone = self.out_proj is None if part == 2 else self.query_as_static and self.key_as_static
         width = self.pattern_dim if part == 2 else self.head_dim
         free = self.head_dim is None or (alone and not (part < 2 and self.normalize_pattern_affine))
@@ -205,13 +213,15 @@ class AssociationCore(Associator):
         masks, and have no pattern projections.
         """
         steps = self.steps if update_steps_max is self.update_steps_max else as_steps(update_steps_max)
+        heads = partial(self._heads, self._projections())
         # With batch_first=True these views undo the transposition of the layer: projections read contiguous memory.
-        state = self.heads(query.transpose(0, 1), 0)
+        state = heads(query.transpose(0, 1), 0)
         stored: Padded | Packed
         if isinstance(key, PackedPatterns):
-            stored = Packed(key, self.heads, zero_association=self.add_zero_attn, keep_keys=steps != 0)
+            stored = Packed(key, heads, zero_association=self.add_zero_attn, keep_keys=steps != 0)
         else:
-            stored = self._pad(state, key.transpose(0, 1), value.transpose(0, 1), key_padding_mask, attn_mask)
+            keys, values = heads(key.transpose(0, 1), 1), heads(value.transpose(0, 1), 2)
+            stored = self._pad(state, keys, values, key_padding_mask, attn_mask)
         similarity: Similarity = dot_product if self.similarity is None else self.similarity
         score, scaling = similarity, 1.0 if scaling is None else scaling
         if isinstance(scaling, Tensor) and scaling.ndim == 1:
@@ -222,7 +232,7 @@ class AssociationCore(Associator):
             dropout=self.dropout if self.training else 0.0, steps=steps, eps=update_steps_eps,
             need_weights=need_weights or return_raw_associations or has_hooks(self),
         )  # fmt: skip
-        output = rearrange(output, "n h l d -> n l (h d)")
+        output = output.transpose(1, 2).flatten(2)
         output = output if self.out_proj is None else self.out_proj(output)
         projected = None
         if isinstance(stored, Packed):
@@ -232,11 +242,10 @@ class AssociationCore(Associator):
         return Retrieval(output.transpose(0, 1), weights.mean(1) if need_weights else None, weights, projected)
 
     def _pad(
-        self, state: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, association: Tensor | None
+        self, state: Tensor, keys: Tensor, values: Tensor, padding: Tensor | None, association: Tensor | None
     ) -> Padded:
-        """Projects keys and values ``(N, S, E)`` for the heads of the queries ``(N, H, L, d)``."""
+        """Combines the masks for keys and values ``(N, H, S, d)`` and the queries ``(N, H, L, d)``."""
         _check_padding(padding)
-        keys, values = self.heads(key, 1), self.heads(value, 2)
         if state.shape[-1] != keys.shape[-1]:
             got = f"heads of the queries {describe(state)} and of the keys {describe(keys)}"
             raise AHopError(f"static patterns must have the same width, got {got}")

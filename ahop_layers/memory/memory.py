@@ -82,11 +82,13 @@ class AssociativeMemory(Associator):
         "beta": "a positive number",
         "foreign": "a number between 0 and 1",
         "fit_counts": "a number of at least 0",
+        "shortlist": "a number of at least 0",
     }
     beta: Tensor
     calibration: Tensor
     foreign: Tensor
     fit_counts: Tensor
+    shortlist: Tensor
     _stored: Stored
 
     def __init__(
@@ -116,6 +118,7 @@ class AssociativeMemory(Associator):
         self.register_buffer("foreign", torch.zeros(CALIBRATED, device=rows.device))
         # The number of patterns at the last fit, and of those added or removed since.
         self.register_buffer("fit_counts", torch.zeros(2, dtype=torch.int64, device=rows.device))
+        self.register_buffer("shortlist", torch.zeros((), dtype=torch.int64, device=rows.device))  # 0: not measured
         sample = rows if rows.dtype == stored.dtype else stored.sample(stored.spread())
         self.similarity = named_similarity(similarity, sample, shape) if isinstance(similarity, str) else similarity
         self.separation = Separation(separation) if isinstance(separation, str) else separation
@@ -188,22 +191,28 @@ class AssociativeMemory(Associator):
         return as_given(x, asked.result(scorer.scores(asked.rows, asked.missing)))
 
     @torch.no_grad()
-    def recall(self, x: Array) -> Array:
+    def recall(self, x: Array, shortlist: int | str | None = None) -> Array:
         """Finds the index of the pattern with the largest score: ``(..., d) -> (...)``. Memory is independent of N.
+
+        ``shortlist`` is the argument of :meth:`search`.
 
         >>> AssociativeMemory(torch.eye(3), "dot").recall(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]]))
         tensor([2, 0])
         """
-        indices: Array = self.search(x).indices
+        indices: Array = self.search(x, shortlist=shortlist).indices
         return indices[..., 0]
 
     @torch.no_grad()
-    def search(self, x: Any, k: int = 1) -> Hits:
+    def search(self, x: Any, k: int = 1, shortlist: int | str | None = None) -> Hits:
         """Finds the ``k`` patterns with the largest scores. Memory is independent of N.
 
         Args:
             x: queries ``(..., d)``, or in the shape of the patterns.
             k: number of patterns to find for each query.
+            shortlist: number of patterns whose scores are computed: those whose codes are nearest, see
+                :meth:`build_codes`. ``"auto"`` is a number that finds 99 % of what an exact search finds with the
+                damage of the last :meth:`fit`, and needs codes before that fit. None computes all scores. On a GPU
+                all searches are exact.
 
         Returns:
             The scores and the indices of the patterns, ``(..., k)`` each, best first. Equal scores are ordered by
@@ -217,10 +226,41 @@ class AssociativeMemory(Associator):
         check_sizes(k=k)
         if k > scorer.stored.count:
             raise AHopError(f"k must be at most the number of patterns, {scorer.stored.count}, got {k}")
-        asked, calibration = scorer.queries(x, f"search(k={k})"), self._calibration()
-        found = scorer.search(asked, int(k))  # PyTorch does not accept all integers of NumPy
+        length = None if shortlist is None else self._length(shortlist, k)
+        options = f"k={k}" if length is None else f"k={k}, shortlist={length}"
+        asked, calibration = scorer.queries(x, f"search({options})"), self._calibration()
+        found = scorer.search(asked, int(k), length)  # PyTorch does not accept all integers of NumPy
         scores, indices = (as_given(x, asked.result(each)) for each in found)
         return Hits(scores, indices, Asked(x, scorer, asked, calibration))
+
+    def build_codes(self, bits: int = 8) -> None:
+        """Makes codes of the patterns, by which a search with a ``shortlist`` finds patterns to score.
+
+        A code has ``bits`` bits for each value, a multiple of 8. More bits find more and take more time and memory:
+        with 8, a code has a quarter of the size of a pattern in float32. The first search with a shortlist makes codes
+        if there are none. :meth:`add` and :meth:`remove` keep them up to date. They follow the score, so a
+        :meth:`fit` makes new ones; it then also measures how long a shortlist must be, for ``shortlist="auto"`` and its
+        report. They are not saved, because making them again takes seconds for a million patterns. Needs FAISS:
+        ``pip install ahop-layers[search]``. Images have no codes.
+        """
+        check_sizes(bits=bits)
+        if bits % 8:
+            raise AHopError(f"bits must be a multiple of 8, got {bits}")
+        with self._writing:
+            self._stored.drop("codes")
+            self._scorer().codes(int(bits))
+
+    def _length(self, shortlist: Any, k: int) -> int:
+        """Returns the length of a shortlist of at least ``k`` patterns, the longest one that is measured for "auto"."""
+        if isinstance(shortlist, str):
+            check_choice("shortlist", shortlist, ("auto",))
+            if not self.shortlist:
+                raise AHopError("shortlist='auto' needs memory.build_codes() and then memory.fit(), got no such fit")
+            return max(int(self.shortlist), k)
+        check_sizes(shortlist=shortlist)
+        if shortlist < k:
+            raise AHopError(f"shortlist must be at least k = {k}, got {shortlist}")
+        return int(shortlist)
 
     def class_scores(self, x: Array) -> Array:
         """Computes the log-sum-exp of the scores over the patterns of each class: ``(..., d) -> (..., n_classes)``.
@@ -399,6 +439,7 @@ class AssociativeMemory(Associator):
             if self._fits_beta:
                 self.beta.fill_(1 / temperature)
             self.fit_counts = self.fit_counts.new_tensor([stored.count, 0])
+            self.shortlist = self.shortlist.new_tensor(report.shortlist.length if report.shortlist else 0)
             self.calibration = torch.zeros_like(self.calibration)
             if calibrated is not None:
                 calibration, foreign = calibrated
@@ -444,6 +485,9 @@ class AssociativeMemory(Associator):
             if added.unknown:
                 self._scorer().check_missing("patterns")
             joined, place = stored.joined(added, replace)
+            codes = stored.keep("codes")
+            if codes is not None:
+                joined.keep("codes", lambda: codes.added(added.patterns, place, len(joined.patterns)))
             self._stored = joined
             self._count_changes(len(rows))
             return place
@@ -470,7 +514,11 @@ class AssociativeMemory(Associator):
                 raise AHopError(f"index must be indices or a mask of the {len(keep)} patterns, got {kind}") from None
             if not keep.any():
                 raise AHopError(f"index must leave at least one pattern, got all {len(keep)}")
-            self._stored = stored.only(keep.nonzero().flatten().to(stored.patterns.device))
+            rest, codes = keep.nonzero().flatten().to(stored.patterns.device), stored.keep("codes")
+            left = stored.only(rest)
+            if codes is not None:
+                left.keep("codes", lambda: codes.only(rest))
+            self._stored = left
             self._count_changes(len(keep) - len(self))
 
     def _count_changes(self, count: int) -> None:

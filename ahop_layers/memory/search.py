@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ahop_layers.errors import AHopError, check_same_device, describe
 from ahop_layers.memory.arrays import as_tensor, top_k
+from ahop_layers.memory.codes import Codes, make_codes
 from ahop_layers.memory.labels import class_logsumexp
 from ahop_layers.memory.storage import Stored, read_values
 from ahop_layers.memory.variants import known_range
@@ -131,14 +132,49 @@ class Scorer(NamedTuple):
             prepared = None if copies is None else [copy[start : start + size] for copy in copies]
             yield self._compare(rows, stored.chunk(start, size), missing, prepared)
 
-    def search(self, asked: Queries, k: int) -> tuple[Tensor, Tensor]:
-        """Returns the scores and indices of the ``k`` best patterns of each query, best first: ``(L, k)`` each."""
+    def search(self, asked: Queries, k: int, shortlist: int | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the scores and indices of the ``k`` best patterns of each query, best first: ``(L, k)`` each.
+
+        With a ``shortlist``, so many patterns with the nearest codes are scored, on a GPU all: an exact search is as
+        fast there.
+        """
         parts, size, shards = [], min(k, len(self.stored.patterns)), self.stored.shards
+        least = len(self.stored.patterns) if shards is None else min(shards.sizes)  # all ranks decide alike
+        short = shortlist if shortlist and asked.rows.device.type == "cpu" and shortlist < least else 0
         for rows in torch.split(asked.rows, QUERIES_AT_ONCE):
-            found = top_k(self.chunks(rows, asked.missing), size)
+            if not short:
+                found = top_k(self.chunks(rows, asked.missing), size)
+            else:
+                index = self.nearest(rows, short).sort(-1).values  # ties are ordered by index
+                scores, place = top_k([self.candidate_scores(rows, index, asked.missing)], size)
+                found = scores, index.gather(1, place)
             parts.append(found if shards is None else shards.best(*found, k))
         scores, indices = (torch.cat(each) for each in zip(*parts, strict=True))
         return scores, indices
+
+    def nearest(self, rows: Tensor, count: int) -> Tensor:
+        """Returns the patterns whose codes are nearest to each of ``rows (L, d)``, nearest first: ``(L, count)``."""
+        return self.codes().nearest(getattr(self.similarity, "unbiased", lambda query: query)(rows), count)
+
+    def candidate_scores(self, rows: Tensor, index: Tensor, missing: bool) -> Tensor:
+        """Scores each of ``rows (L, d)`` against its own patterns ``index (L, n)``: ``(L, n)``."""
+        size, scores = max(1, CHUNK_ELEMENTS // (index.shape[1] * self.stored.dim)), []
+        for some, places in zip(torch.split(rows, size), torch.split(index, size), strict=True):
+            keys = torch.unflatten(self.stored.sample(places.flatten()), 0, places.shape)
+            scores.append(self._compare(some[:, None], keys, missing, None)[:, 0])
+        return torch.cat(scores) if scores else rows.new_empty(index.shape)
+
+    def codes(self, bits: int = 8) -> Codes:
+        """Returns the codes of the patterns, which are made at the first call."""
+        stored, bias = self.stored, getattr(self.similarity, "bias", None)
+
+        def score(query: Tensor, key: Tensor) -> Tensor:  # the similarity subtracts the bias
+            return self._compare(query if bias is None else query + bias, key, stored.unknown, None)
+
+        if hasattr(self.similarity, "overview"):
+            raise AHopError("shortlist must be None for images, got one: codes of pixels do not follow their score")
+        found: Codes = stored.keep("codes", lambda: make_codes(stored, score, bits))
+        return found
 
     def logsumexp(self, asked: Queries, factor: float | Tensor, by_class: bool) -> Tensor:
         """Returns the log-sum-exp of ``factor`` times the scores: of each class ``(L, C)``, or of all ``(L, 1)``.

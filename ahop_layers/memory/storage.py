@@ -119,16 +119,25 @@ class Stored:
             raise AHopError(f"ids must be ids of stored patterns, got {unknown[0]!r}")
         return torch.tensor([known[each] for each in given], dtype=torch.int64, device=self.patterns.device)
 
-    def keep(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Returns what ``compute`` returned the first time, until the patterns are modified in place."""
-        if torch.compiler.is_compiling() or self.patterns.is_inference():  # inference tensors have no version counter
-            return compute()
-        version = self.patterns._version
+    def keep(self, name: str, compute: Callable[[], Any] | None = None) -> Any:
+        """Returns what ``compute`` returned the first time, until the patterns are modified in place.
+
+        Without ``compute``, it returns None if there is nothing.
+        """
+        if torch.compiler.is_compiling():
+            return compute and compute()
+        version = None if self.patterns.is_inference() else self.patterns._version  # which inference tensors have not
         kept = self._kept.get(name)
         if kept is None or kept[0] != version:
+            if compute is None:
+                return None
             with torch.inference_mode(False), torch.no_grad():
                 kept = self._kept[name] = (version, compute())
         return kept[1]
+
+    def drop(self, name: str) -> None:
+        """Forgets what :meth:`keep` returned."""
+        self._kept.pop(name, None)
 
     def product(self, weights: Tensor, known: bool = False) -> Tensor:
         """Sums the patterns, or which of their values are ``known``, with ``weights (..., n)``."""

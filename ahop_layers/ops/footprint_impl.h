@@ -6,6 +6,7 @@
 #define INT int64_t
 #define HUGE_T DBL_MAX
 #define LARGE_T 1e150
+#define SMALL_T 1e-150
 #define MANTISSA 52
 #define BIAS 1023
 #define POWER /* 2^f for |f| <= 1/2, relative error 1e-17 */                                          \
@@ -17,6 +18,7 @@
 #define INT int32_t
 #define HUGE_T FLT_MAX
 #define LARGE_T 1e16f
+#define SMALL_T 1e-18f
 #define MANTISSA 23
 #define BIAS 127
 #define POWER 1, 0.693146977f, 0.240222421f, 0.0555073384f, 0.00967151343f, 0.00132647047f /* error 1.1e-7 */
@@ -28,8 +30,11 @@
 typedef T V __attribute__((vector_size(BYTES), may_alias));
 typedef INT I __attribute__((vector_size(BYTES), may_alias));
 typedef INT WORD __attribute__((may_alias));
+enum { FN(OCTAVES) = 8 };
 typedef struct {
     T scale, limit; /* exp(-x / width) is 2^(scale * x), and 0 from x = limit on */
+    T share[FN(OCTAVES)]; /* weights of width / 2^k that the base takes over, relative to its own */
+    int32_t octaves, merged; /* the largest k; whether another base takes this one over */
 } FN(width);
 #define LANES ((int)(BYTES / sizeof(T)))
 #define QUERIES (REGISTERS / 8) /* the sums of a tile take half of the registers */
@@ -250,6 +255,30 @@ static int FN(load_queries)(const call_t *call, int64_t n, int64_t h, int64_t l,
     return special;
 }
 
+/* Let the widest base NEAR with equal weights take over those whose width is smaller by a power of two: they need one
+ * exponential and squares of it. */
+static void FN(merge_widths)(const call_t *call, const FN(buffers) *at)
+{
+    int64_t widest = -1;
+    for (int64_t b = 0; b < call->n_bases; b++)
+        if (call->bases[b] == NEAR && at->ranks[b] == 1 &&
+            (widest < 0 || at->widths[b].scale > at->widths[widest].scale))
+            widest = b;
+    for (int64_t b = 0; widest >= 0 && b < call->n_bases; b++) {
+        FN(width) *to = at->widths + widest;
+        const T ratio = at->widths[b].scale / to->scale;
+        int octave = 1;
+        while (octave < FN(OCTAVES) && (T)(1 << octave) != ratio)
+            octave++;
+        if (b == widest || call->bases[b] != NEAR || at->ranks[b] != 1 || octave == FN(OCTAVES))
+            continue;
+        for (; to->octaves < octave; to->share[to->octaves] = 0)
+            to->octaves++;
+        to->share[octave] += at->weights[b * at->blocks] / at->weights[widest * at->blocks];
+        at->widths[b].merged = 1;
+    }
+}
+
 /* Load the weights of head h in ascending order of what is sorted, and count the ranks that they distinguish. Weights
  * of DIS are multiplied by `dis`: the backward pass uses them only as a factor of 2 * (q - k). */
 static void FN(load_weights)(const call_t *call, int64_t h, T dis, const FN(buffers) *at)
@@ -269,7 +298,9 @@ static void FN(load_weights)(const call_t *call, int64_t h, T dis, const FN(buff
         at->ranks[b] = !equal ? blocks : folded[0] != 0;
         at->widths[b].scale = scale > 0 ? -scale : scale;
         at->widths[b].limit = -BIAS / at->widths[b].scale;
+        at->widths[b].octaves = at->widths[b].merged = 0;
     }
+    FN(merge_widths)(call, at);
 }
 
 INLINE int FN(any)(I mask)
@@ -306,9 +337,16 @@ INLINE V FN(compare)(int32_t base, FN(width) width, V q, V k)
     if (base == DOT)
         return q * k;
     V distance = MAX(q - k, k - q);
-    if (base == NEAR)
-        FN(near)(&distance, 1, width);
-    return distance;
+    if (base != NEAR)
+        return distance;
+    FN(near)(&distance, 1, width);
+    V sum = distance;
+    for (int octave = 1; octave <= width.octaves; octave++) {
+        distance = MAX((V){0} + SMALL_T, distance); /* subnormal squares are slow */
+        distance *= distance;
+        sum += width.share[octave] * distance;
+    }
+    return sum;
 }
 
 /* Prepare a similarity for the network. A tagged similarity carries its block in the lowest bits through the sort, and
@@ -754,7 +792,7 @@ static void FN(forward_flat)(const call_t *call, const FN(buffers) *at, int64_t 
         FN(count_known)(call, &one, vectors);
         for (int64_t b = 0; b < call->n_bases; b++) {
             one.width = at->widths[b];
-            for (int64_t v = 0; FN(is_flat)(at, b) && v < vectors; v++)
+            for (int64_t v = 0; FN(is_flat)(at, b) && !one.width.merged && v < vectors; v++)
                 switch (call->bases[b]) { SUM_KNOWN(DIS) SUM_KNOWN(DOT) SUM_KNOWN(L1) SUM_KNOWN(NEAR) }
         }
         for (int64_t v = 0; v < vectors; v++)
@@ -815,7 +853,7 @@ static void FN(forward_rows)(const call_t *call, const FN(buffers) *at, int64_t 
     for (int64_t b = 0; b < call->n_bases; b++) {
         const int64_t ranks = special ? at->blocks : at->ranks[b];
         const T *weights = at->weights + b * at->blocks;
-        if (!ranks || mode == UNKNOWN_LAST || (ranks == at->d && share && call->bases[b] != DOT))
+        if (!ranks || mode == UNKNOWN_LAST || (mode == PLAIN && at->widths[b].merged) || (ranks == at->d && share && call->bases[b] != DOT))
             continue;
         if (ranks == at->d) {
             for (int64_t row = 0; row < rows; row++) {
@@ -826,6 +864,7 @@ static void FN(forward_rows)(const call_t *call, const FN(buffers) *at, int64_t 
         }
         FN(buffers) all = ranks == 1 ? FN(one_block)(at) : *at;
         all.width = at->widths[b];
+        all.width.octaves *= !special; /* special numbers pass each base alone */
         FN(fill_blocks)(call->bases[b], mode, &all, 0, rows, vectors);
         for (int64_t c = 0; c < rows * vectors; c += MAX_VECTORS) {
             const FN(buffers) some = FN(from_column)(&all, c);
@@ -1421,6 +1460,7 @@ static int FN(backward)(plan_t *plan)
 #undef MIN_NUMBER
 #undef HUGE_T
 #undef LARGE_T
+#undef SMALL_T
 #undef MANTISSA
 #undef BIAS
 #undef POWER

@@ -42,6 +42,19 @@ ENOUGH_IMAGES = 1024  # number of images for which penalties need not be larger
 INTACT_ELEMENTS = 2**26  # number of values that are compared to see whether stored patterns find themselves
 
 
+class Shortlist(NamedTuple):
+    """How many patterns ``shortlist="auto"`` scores, its recall of what an exact search finds, and seconds a query."""
+
+    length: int
+    recall: float
+    seconds: float
+    exact_seconds: float
+
+    def __str__(self) -> str:
+        times = f"{1e3 * self.seconds:.2f} ms a query, exact {1e3 * self.exact_seconds:.2f} ms"
+        return f"shortlist of {self.length}: recall {self.recall:.3f} of an exact search, {times}"
+
+
 class FitReport(NamedTuple):
     """Accuracy on held-out queries of simple scores and of the learned one.
 
@@ -52,6 +65,8 @@ class FitReport(NamedTuple):
         chosen: the score that :meth:`~ahop_layers.AssociativeMemory.fit` chose; ``"start"`` is the one before it.
         queries: number of held-out queries.
         seconds: duration of the fit.
+        shortlist: what ``shortlist="auto"`` means from now on; None if there were no codes, see
+            :meth:`~ahop_layers.AssociativeMemory.build_codes`.
 
     >>> print(FitReport((("L1", 0.5), ("learned", 0.9)), "learned", 256, 1.25))
     accuracy on 256 held-out queries
@@ -64,11 +79,14 @@ class FitReport(NamedTuple):
     chosen: str
     queries: int
     seconds: float
+    shortlist: Shortlist | None = None
 
     def __str__(self) -> str:
         lines = [f"{name:<14} {accuracy:.3f}" for name, accuracy in self.rows]
         if self.chosen != "learned" and "learned" in dict(self.rows):
             lines.append(f"learning does not pay here: {self.chosen} is as good and was chosen")
+        if self.shortlist is not None:
+            lines.append(str(self.shortlist))
         return "\n".join([f"accuracy on {self.queries} held-out queries", *lines, f"fitted in {self.seconds:.1f} s"])
 
 
