@@ -118,13 +118,17 @@ def _faster(ratios: Sequence[float], baseline: str) -> str:
     ours = sum(ratio > 1 for ratio in ratios)
     if ours in (0, len(ratios)):
         return "**ours**" if ours else f"**{baseline}**"
-    return f"**ours** in {ours} of {len(ratios)} sizes"
+    return f"**ours** in {ours} of {len(ratios)} cases"
 
 
-def speed(vit: Sequence[Row], kernels: Sequence[Row], packed: Sequence[Row]) -> str:
+def speed(layers: Sequence[Row], vit: Sequence[Row], kernels: Sequence[Row], packed: Sequence[Row]) -> str:
     """Returns the summary of the speed page."""
     fused, plain = "fused dot product", "plain PyTorch"
     lines: list[tuple[str, str, list[float]]] = []
+    default = [row for row in layers if row["system"] == "adaptive"]
+    for (device, precision), mine in group(default, "device", "precision").items():
+        ratios = [float(row["hflayers ms"]) / float(row["ms"]) for row in mine]
+        lines.append((f"training of Hopfield layers, {precision}, {device}", "hopfield-layers", ratios))
     for attention, title in (
         ("4 blocks", "4 blocks"),
         ("last 4", "4 blocks, last four layers"),

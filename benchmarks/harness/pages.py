@@ -95,6 +95,11 @@ def packed_rows() -> list[Row]:
     return rows_of("packed.csv", **{name: str(size) for name, size in packed.SIZE.items()})
 
 
+def switching_rows() -> list[Row]:
+    """Returns the rows of plain layers and of adaptive layers with default arguments."""
+    return [row for row in rows_of("hflayers.csv") if row["system"] in ("plain", "adaptive")]
+
+
 def part(command: str, rows: Sequence[Row], show: Show, package: str = "benchmarks") -> str:
     """Returns a table and the command, devices, versions and dates that measured it; without rows only the command."""
     if not rows:
@@ -181,7 +186,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "summary-accuracy": lambda: summary.accuracy(
         retrieval_rows("accuracy"), rows_of("mil.csv"), rows_of("images.csv"), rows_of("tabular.csv")
     ),
-    "summary-speed": lambda: summary.speed(vit_rows("eager"), rows_of("kernels.csv"), packed_rows()),
+    "summary-speed": lambda: summary.speed(switching_rows(), vit_rows("eager"), rows_of("kernels.csv"), packed_rows()),
     "summary-search": lambda: summary.search(rows_of("search.csv"), rows_of("search_costs.csv")),
     "summary-models": lambda: summary.models(rows_of("models.csv"), rows_of("models_timm.csv")),
     "vit": lambda: by_device("vit", vit_rows("eager", "compiled"), vit_report.report),
@@ -192,7 +197,7 @@ TABLES: dict[str, Callable[[], str]] = {
         "kernels --device cuda --only attention", attention_rows(), kernels_report.of_attention
     ),
     "blocks": lambda: by_device("kernels", kernel_rows(), kernels_report.of_blocks),
-    "hflayers": lambda: by_device("hflayers --original PATH", rows_of("hflayers.csv"), hflayers.report),
+    "hflayers": lambda: by_device("hflayers --original PATH", switching_rows(), hflayers.report),
     "projects": lambda: by_device("projects --original PATH", rows_of("projects.csv"), projects.report),
     "projects-adaptive": lambda: by_device(
         "projects --parts adaptive", rows_of("projects_adaptive.csv"), projects_adaptive.report
