@@ -149,7 +149,7 @@ def speed(layers: Sequence[Row], vit: Sequence[Row], kernels: Sequence[Row], pac
     return table(["comparison", "baseline", "speed relative to it", "faster"], body)
 
 
-def search(rows: Sequence[Row], costs: Sequence[Row]) -> str:
+def search(rows: Sequence[Row]) -> str:
     """Returns the summary of the search page."""
     body = []
     for data, kind, level in SEARCHES:
@@ -158,17 +158,7 @@ def search(rows: Sequence[Row], costs: Sequence[Row]) -> str:
         if set(METHODS) <= entries.keys():
             cells = [_cell(entries, name, 3) for name in METHODS]
             body.append([f"{data}, {100 * float(level):.0f} % {DAMAGES[kind]}", *cells])
-    parts = [table(["accuracy", *METHODS], body), RULE]
-    times = [
-        f"{1e3 * float(row['seconds']):.3g} ms on {row['device']}"
-        for row in costs
-        if (row["patterns"], row["queries"]) == ("1000000", "1")
-    ]
-    if times:
-        parts[-1] += (
-            f" An exact search with one query takes {' and '.join(times)} for a million patterns of 64 dimensions."
-        )
-    return "\n\n".join(parts)
+    return f"{table(['accuracy', *METHODS], body)}\n\n{RULE}"
 
 
 def models(run: Sequence[Row], names: Sequence[Row]) -> str:

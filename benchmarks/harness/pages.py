@@ -187,7 +187,7 @@ TABLES: dict[str, Callable[[], str]] = {
         retrieval_rows("accuracy"), rows_of("mil.csv"), rows_of("images.csv"), rows_of("tabular.csv")
     ),
     "summary-speed": lambda: summary.speed(switching_rows(), vit_rows("eager"), rows_of("kernels.csv"), packed_rows()),
-    "summary-search": lambda: summary.search(rows_of("search.csv"), rows_of("search_costs.csv")),
+    "summary-search": lambda: summary.search(rows_of("search.csv")),
     "summary-models": lambda: summary.models(rows_of("models.csv"), rows_of("models_timm.csv")),
     "vit": lambda: by_device("vit", vit_rows("eager", "compiled"), vit_report.report),
     "vit-attention": lambda: by_device("vit --parts attention", vit_rows("attention"), vit_report.of_attention),
