@@ -28,7 +28,7 @@ from tests.test_gpu import check_against_reference, results
 BOTH = ("dis", "dot")
 NAMES = ("out", "query", "key", "value", "weight", "beta")
 QUICK = {"both bases", "several rounds", "several heads of a block", "one dimension", "pairs of keys", "tensor cores"}
-QUICK.add("float32")
+QUICK |= {"float32", "float32, blocks of four"}
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 no_nvrtc = nvrtc.library_error()
 needs_nvrtc = pytest.mark.skipif(no_nvrtc is not None, reason=f"{no_nvrtc}: make test-cuda installs it")
@@ -73,6 +73,9 @@ CASES = {  # N, H, Hk, L, S, d, e and blocks; further options
     "float32, eight blocks": ((1, 1, 1, 20, 33, 64, 24, 8), {"dtype": torch.float32, "mask": torch.float32}),
     "float32, dis alone": ((1, 1, 1, 20, 33, 12, 24, 2), {"dtype": torch.float32, "bases": ("dis",)}),
     "float32, dot alone": ((1, 1, 1, 20, 33, 40, 24, 5), {"dtype": torch.float32, "bases": ("dot",)}),
+    "float32, blocks of four": ((2, 2, 1, 33, 40, 16, 16, 4), {"dtype": torch.float32}),
+    "odd halves": ((1, 2, 1, 33, 40, 21, 15, 3), {"dtype": torch.float16}),
+    "pairs of halves": ((1, 2, 1, 33, 40, 24, 18, 4), {}),
     "TF32": ((2, 1, 1, 33, 40, 64, 64, 4), {"dtype": torch.float32, "tf32": True}),
     "two orders": ((1, 1, 1, 1, 1, 64, 64, 2), {"bases": ("dot", "dis")}),
 }
@@ -285,8 +288,9 @@ def test_sorting_networks_and_weights_by_rank():
                 torch.testing.assert_close(x[found.argsort()], ordered)
 
 
-def constants(n, size, width, bases=3, mask=0, causal=0, dropout=0, dtype=2, precise=0):
+def constants(n, size, width, bases=3, mask=0, causal=0, dropout=0, dtype=2, precise=0, part=None, value=None):
     return {
+        "part": part or size, "value": value or width,
         "blocks": n, "size": size, "width": width, "dot": bases & 1, "dis": bases >> 1, "dis_at": 0, "dtype": dtype,
         "precise": precise, "mask": mask, "causal": causal, "dropout": dropout, "threads": 128,
         "thread_blocks_per_sm": 1, "tiles": 2, "areas": 3, "scores": 0,
@@ -315,7 +319,9 @@ COMPILED = {
         constants(8, 8, 24, 3, 1, 1, 1, 1),
         constants(1, 128, 128, 2, 3),
         constants(4, 16, 64, dtype=0, precise=1),
-        constants(5, 8, 24, 3, 2, 1, 1, 0),
+        constants(5, 8, 24, 3, 2, 1, 1, 0, part=5),
+        constants(2, 8, 24, part=5, value=18),
+        constants(2, 8, 24, part=4, value=20),
     ],
 }
 COMPILED["attend_backward.cu"] = COMPILED["attend.cu"] + COMPILED["score_tiles.cu"]

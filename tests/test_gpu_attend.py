@@ -58,6 +58,24 @@ def results(query, key, value, weight, grad, bases, mask, causal, dtype, choose=
     return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))]
 
 
+def near_ties(query, key, blocks, bases, margin):
+    """Which pairs have blocks whose similarities differ by less than a margin: another order is right for them, too."""
+    keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    q, k = (x.double().unflatten(-1, (blocks, -1)) for x in (query, keys))
+    dot = torch.einsum("nhlbd,nhsbd->nhlsb", q, k)
+    norms = q.square().sum(-1)[:, :, :, None] + k.square().sum(-1)[:, :, None]
+    values = {"dot": dot, "dis": 2 * dot - norms}
+    return sum((values[base].sort(-1).values.diff() < margin).any(-1) for base in bases).bool()
+
+
+def without_ties(found, ties, key_heads):
+    """Results with zeros as the gradients of queries and keys of such pairs, where they jump."""
+    n, heads, length, count = ties.shape
+    of_keys = ties.view(n, key_heads, heads // key_heads, length, count).any(3).any(2)
+    query, key = (x.masked_fill(rows[..., None], 0) for x, rows in zip(found[1:3], (ties.any(3), of_keys), strict=True))
+    return [found[0], query, key, *found[3:]]
+
+
 def check_errors(ours, theirs, exact, rounding):
     """The error of each result against float64 is at most twice that of plain PyTorch in its dtype, plus rounding."""
     for name, a, b, c in zip(NAMES, ours, theirs, exact, strict=True):
@@ -127,17 +145,22 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(shape, blocks, options):
     theirs, exact = (results(*given, bases, mask, causal, kind) for kind in (dtype, torch.float64))
     for name, a, b in zip(NAMES, ours, again, strict=True):
         assert torch.equal(a, b), f"{name} is not deterministic"
+    if dtype == torch.float32:
+        ties = near_ties(*given[:2], blocks, bases, 1e-4)
+        ours, theirs, exact = (without_ties(found, ties, given[1].shape[1]) for found in (ours, theirs, exact))
+        assert exact[1].count_nonzero() > exact[1].numel() / 3
     check_errors(ours, theirs, exact, 2 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("blocks", [4, 8])
 def test_tf32_where_pytorch_allows_it(blocks, monkeypatch):
-    """TF32 has three more bits than bfloat16."""
+    """TF32 has three more bits than bfloat16, where it does not change the order of two blocks."""
     given = tensors(2, 3, 197, 150, 64, 64, blocks, torch.float32)
-    precise = results(*given, BOTH, None, False, torch.float32, fused.plan)
+    ties = near_ties(*given[:2], blocks, BOTH, 0.03)
+    precise = results(*given, BOTH, ties, False, torch.float32, fused.plan)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    ours = results(*given, BOTH, None, False, torch.float32, fused.plan)
-    theirs, exact = (results(*given, BOTH, None, False, kind) for kind in (torch.bfloat16, torch.float64))
+    ours = results(*given, BOTH, ties, False, torch.float32, fused.plan)
+    theirs, exact = (results(*given, BOTH, ties, False, kind) for kind in (torch.bfloat16, torch.float64))
     for name, a, b, c, d in zip(NAMES, ours, theirs, exact, precise, strict=True):
         assert not torch.equal(a, d), f"{name} is the same without TF32"
         assert (a.double() - c).norm() <= (b.double() - c).norm() / 4, name

@@ -29,7 +29,7 @@ def test_the_default_number_of_blocks_is_replaced(tmp_path):
     ah.load_similarities(second, tmp_path / "similarities.safetensors")
     x = torch.randn(2, 5, 16)
     torch.testing.assert_close(second(x), first(x))
-    ah.revert_(second)
+    ah.revert_(second, discard=True)
     ah.adapt_(second, bases=("l1", "dot"))
     shown = repr(second)
     with pytest.raises(ah.AHopError, match=r"must be .*l1.* as in the model"):

@@ -30,7 +30,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 namespace emulator {
 struct Index { int x; };
-struct Copy { u32 to; const void* from; bool exists; };
+struct Copy { u32 to; const void* from; int bytes, unit; };
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
@@ -203,9 +203,10 @@ inline u32 transpose(u32 matrix) {
     return each.r;
 }
 
-inline void copy_async(u32 address, const void* from, bool exists) {
-    if (address % 16 || (u64)from % 16) std::fprintf(stderr, "misaligned copy\n"), std::abort();
-    emulator::fibers[emulator::thread].copies.push_back({address, from, exists});
+template <int UNIT>
+void copy_async(u32 address, const void* from, bool exists) {
+    if (address % UNIT || (exists && (u64)from % UNIT)) std::fprintf(stderr, "misaligned copy\n"), std::abort();
+    emulator::fibers[emulator::thread].copies.push_back({address, from, exists ? UNIT : 0, UNIT});
 }
 
 inline void copies_commit() {
@@ -220,7 +221,8 @@ void copies_wait() {
     while ((int)groups.size() > LEFT) {
         for (const auto& copy : groups.front()) {
             char* to = &emulator::shared.at(copy.to);
-            copy.exists ? std::memcpy(to, copy.from, 16) : std::memset(to, 0, 16);
+            std::memset(to, 0, copy.unit);
+            std::memcpy(to, copy.from, copy.bytes);
         }
         groups.erase(groups.begin());
     }

@@ -206,7 +206,9 @@ def _attend_backward(*args: Any) -> tuple[Tensor, ...]:
     call, implementation = _prepare(inputs)
     _check_results(call, grad, out, log_sum, need)
     *grads, weight, beta = implementation.backward(call, grad, out, log_sum, need)
-    return *grads, weight.to(inputs[3].dtype), beta.to(inputs[3].dtype)
+    if weight.dtype != inputs[3].dtype:
+        weight, beta = weight.to(inputs[3].dtype), beta.to(inputs[3].dtype)
+    return *grads, weight, beta
 
 
 def _fake_attend_forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -225,27 +227,39 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         """Computes the readout."""
-        if ctx.needs_input_grad[4]:
-            raise AHopError("mask must not require a gradient: ahop::attend computes none, got one that does")
-        *tensors, bases, causal, dropout, backend, beta, scaling = args
-        results: tuple[Tensor, Tensor] = call_operator("attend_forward", *args)
-        ctx.save_for_backward(*results, *tensors, beta)
-        ctx.options, ctx.scaling = (bases, causal, dropout, backend), scaling
-        return results[0]
+        return _save(ctx, args, call_operator("attend_forward", *args), plain=False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients of query, key, value, weight and beta."""
         (*tensors, beta), needed = ctx.saved_tensors, ctx.needs_input_grad
         need = (*needed[:4], needed[10])
-        *grads, slope = call_backward("attend_backward", need, grad, *tensors, *ctx.options, beta, ctx.scaling)
+        args = grad, *tensors, *ctx.options, beta, ctx.scaling
+        *grads, slope = call_backward("attend_backward", need, *args, plain=ctx.plain)
         return *grads, *[None] * 6, slope, None
+
+
+class _PlainAttend(_Attend):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        """Computes the readout."""
+        return _save(ctx, args, _attend_forward(*args), plain=True)
+
+
+def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor], plain: bool) -> Tensor:
+    """Saves what the backward pass needs, and returns the readout."""
+    if ctx.needs_input_grad[4]:
+        raise AHopError("mask must not require a gradient: ahop::attend computes none, got one that does")
+    *tensors, bases, causal, dropout, backend, beta, scaling = args
+    ctx.save_for_backward(*results, *tensors, beta)
+    ctx.options, ctx.scaling, ctx.plain = (bases, causal, dropout, backend), scaling, plain
+    return results[0]
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor weight, Tensor? mask, Tensor? seed"
 _INPUTS += ", str bases, bool causal, float dropout, str backend, Tensor? beta, float scaling"
 register("attend_forward", f"({_INPUTS}) -> (Tensor, Tensor)", _attend_forward, _fake_attend_forward)
-register_composite("attend", f"({_INPUTS}) -> Tensor", _Attend)
+register_composite("attend", f"({_INPUTS}) -> Tensor", _Attend, _PlainAttend)
 _SCHEMA = f"(Tensor grad, Tensor out, Tensor log_sum, {_INPUTS}, bool[] need)"
 _SCHEMA += " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 register("attend_backward", _SCHEMA, _attend_backward, _fake_attend_backward)

@@ -287,10 +287,17 @@ class _Once(torch.autograd.Function):
         )
 
 
-def call_backward(name: str, need: Sequence[bool], *args: Any) -> list[Tensor | None]:
-    """Calls a backward operator, whose last argument is ``need``; returns None for gradients that are not needed."""
+def call_backward(name: str, need: Sequence[bool], *args: Any, plain: bool = False) -> list[Tensor | None]:
+    """Calls a backward operator, whose last argument is ``need``; returns None for gradients that are not needed.
+
+    ``plain`` says that the forward pass was a plain call, which leaves the first argument, a gradient, to check.
+    """
     args, once = (*args, list(need)), cast(Any, _Once.apply)
-    grads = once(name, *args) if torch.is_grad_enabled() else call_operator(name, *args)
+    if torch.is_grad_enabled():
+        grads = once(name, *args)
+    else:
+        implementation, operator = _OPERATORS[name]
+        grads = (implementation if _is_plain_call(args[:1] if plain else args) else operator)(*args)
     return [grad if wanted else None for grad, wanted in zip(grads, need, strict=True)]
 
 
@@ -313,9 +320,8 @@ def _is_plain_call(args: Sequence[Any]) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
         return False
-    tensors = [each for each in args if isinstance(each, Tensor)]
-    plain = _plain_keys(tensors[0].device.type)
-    return all(torch._C._dispatch_keys(each).raw_repr() in plain for each in tensors)
+    tensors, keys = [each for each in args if isinstance(each, Tensor)], torch._C._dispatch_keys
+    return {keys(each).raw_repr() for each in tensors} <= _plain_keys(tensors[0].device.type)
 
 
 @lru_cache(maxsize=None)
@@ -343,15 +349,18 @@ def register(name: str, schema: str, kernel: Any, fake: Any) -> None:
     _OPERATORS[name] = kernel, getattr(torch.ops.ahop, name).default
 
 
-def register_composite(name: str, schema: str, function: type[torch.autograd.Function]) -> None:
+def register_composite(
+    name: str, schema: str, function: type[torch.autograd.Function], plain: type[torch.autograd.Function] | None = None
+) -> None:
     """Registers the differentiable operator ``ahop::name``, which applies a function of other operators.
 
+    Plain calls apply ``plain``, which need not check again what observes them.
     A compiler records it as one operator and differentiates it later. ``torch.library.register_autograd`` reads the
     schema in every call, which takes longer than all else that the host does for it.
     """
     torch.library.define(f"ahop::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     _LIBRARY.impl(name, function.apply, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
-    _OPERATORS[name] = function.apply, getattr(torch.ops.ahop, name).default
+    _OPERATORS[name] = (plain or function).apply, getattr(torch.ops.ahop, name).default
 
 
 class _ScoreCall(NamedTuple):

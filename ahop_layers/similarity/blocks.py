@@ -82,8 +82,8 @@ class Blocks:
         return isinstance(self.assignment, str)
 
     def chosen(self, dim: int, n: int | None = None) -> "Blocks":
-        """Returns blocks that are not ``"auto"``, for ``dim`` dimensions; with ``n`` they are n blocks."""
-        n = self.count(dim) if n is None else n
+        """Returns blocks that are not ``"auto"``, for ``dim`` dimensions; with an ``n`` that divides it, n blocks."""
+        n = n if n and dim % n == 0 else self.count(dim)
         return Blocks(None if n == dim else n, self.normalize) if self.is_auto else self
 
     def count(self, dim: int) -> int:

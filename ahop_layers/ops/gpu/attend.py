@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ahop_layers.ops.dropout import scale, threshold
 from ahop_layers.ops.gpu import nvrtc
@@ -22,7 +22,7 @@ KEYS = 32  # of a tile of the forward kernel
 SMALL_BYTES = 896  # of a key and a value, of which 99 KiB of shared memory hold enough
 SCORE_WARPS = 4  # of a thread block that scores without attention
 RESERVED = 1024  # bytes of shared memory that the driver keeps for each thread block
-BACKWARD_WARPS = 8  # of a thread block, at most
+BACKWARD_WARPS, MORE_BACKWARD_WARPS = 8, 12  # of a thread block, at most
 LEAST_SLOTS = 4  # of the ring of the backward kernel
 MOST_PLANS = 4096
 
@@ -51,13 +51,7 @@ Place = tuple[int, int, int, int]
 """The address of a tensor ``(N, H, L, d)`` and its strides in bytes, except for adjacent numbers."""
 
 NOWHERE: Place = (0, 0, 0, 0)
-
-
-class PaddedRows(NamedTuple):
-    """A tensor ``(N, H, L, d)`` with rows of adjacent numbers, and its place."""
-
-    tensor: Tensor
-    place: Place
+AlignedRows = tuple[Tensor, Place]
 
 
 class Weights:
@@ -117,7 +111,7 @@ class AttentionPlan:
         query, key, value, weight, mask, _, bases, causal, dropout, *_ = call
         n, d, width = weight.shape[-1], query.shape[-1], value.shape[-1]
         self.shape = shape = kernel_shape(n, d // n, width)
-        self.is_padded = n * shape.size > d, shape.width > width
+        self.units = _unit(query.element_size() * (d // n)), _unit(query.element_size() * width)
         self.device, self.limits, self.itemsize = query.device, _limits(query.device), query.element_size()
         self.kernels: dict[str, nvrtc.Kernel] = {}
         (self.batch, self.heads, self.length, _), (_, key_heads, self.count, _) = query.shape, key.shape
@@ -127,6 +121,8 @@ class AttentionPlan:
             "blocks": n,
             "size": shape.size,
             "width": shape.width,
+            "part": d // n,
+            "value": width,
             "dot": "dot" in bases,
             "dis": has_dis,
             "dis_at": bases.index("dis") if has_dis else 0,
@@ -173,11 +169,13 @@ class AttentionPlan:
         n, dims, heads = self.shape.n, self.shape.n * self.shape.size, self.batch * self.heads
         tile = ROWS * (self.row + 8) + 16 + 512 * (dims // CHUNK + has_dis)
         room = min(self.limits.thread_block, self.limits.multiprocessor - RESERVED) - 16
-        warps, own = BACKWARD_WARPS, ROWS * self.row
-        while warps > 1 and warps * own + LEAST_SLOTS * (tile + 16 * warps) > room:
-            warps //= 2
+        own, key_tiles = ROWS * self.row, -(-self.count // ROWS)
+        # Float32 waits longer for sums and loads, which more warps hide; for few keys or queries they have no work.
+        many = self.itemsize == 4 and n <= 4 and min(self.tiles, key_tiles) > 2 * MORE_BACKWARD_WARPS
+        choices = (MORE_BACKWARD_WARPS,) * many + (BACKWARD_WARPS, 4, 2)
+        warps = next((w for w in choices if w * own + LEAST_SLOTS * (tile + 16 * w) <= room), 1)
         tile += 16 * warps  # barriers
-        fitting, key_tiles = (room - warps * own) // tile, -(-self.count // ROWS)
+        fitting = (room - warps * own) // tile
         # A thread block has all keys of a head if its queries fit and there are enough heads. It has several heads if
         # warps without keys in the last round can load the next one.
         alone = self.tiles <= fitting and self.group == 1 and heads >= self.limits.multiprocessors
@@ -218,26 +216,10 @@ class AttentionPlan:
         constants = {**self.constants, "threads": 32 * warps, "thread_blocks_per_sm": 1}
         return "score_tiles.cu" if name == "score_tiles" else "attend_backward.cu", tuple(constants.items())
 
-    def rows(self, tensor: Tensor, size: int, n: int, is_padded: bool) -> PaddedRows:
-        """Returns rows whose n blocks are padded with zeros to ``size`` dimensions, aligned to 16 bytes."""
-        if is_padded:
-            blocks = torch.unflatten(tensor, -1, (n, -1))
-            tensor = functional.pad(blocks, (0, size - blocks.shape[-1])).flatten(-2)
-        address, batch, head, row = place = _place(tensor)
-        if tensor.stride(-1) != 1 or (address | batch | head | row) % 16:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-            return PaddedRows(tensor, _place(tensor))
-        return PaddedRows(tensor, place)
-
-    def inputs(self, call: AttentionCall) -> tuple[PaddedRows, PaddedRows, PaddedRows]:
+    def inputs(self, call: AttentionCall) -> tuple[AlignedRows, AlignedRows, AlignedRows]:
         """Returns query, key and value as the kernels take them."""
-        n, size, _ = self.shape
-        padded = self.is_padded[0]
-        return self.rows(call.query, size, n, padded), self.rows(call.key, size, n, padded), self.values(call.value)
-
-    def values(self, tensor: Tensor) -> PaddedRows:
-        """Returns values, or a readout or its gradient, as the kernels take them."""
-        return self.rows(tensor, self.shape.width, 1, self.is_padded[1])
+        part, value = self.units
+        return aligned_rows(call.query, part), aligned_rows(call.key, part), aligned_rows(call.value, value)
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Computes the readout and the log-sum-exp."""
@@ -247,15 +229,13 @@ class AttentionPlan:
             nvrtc.compile_together(programs, self.limits.device)
         query, key, value = self.inputs(call)
         weights = Weights(call)
-        results, log_sum = (call._replace(value=value.tensor) if self.is_padded[1] else call).empty_results()
+        results, log_sum = call.empty_results()
         arguments = FORWARD.pack(
-            *query.place, *key.place, *value.place, *_place(results), *self.mask(call), *weights.place,
+            *query[1], *key[1], *value[1], *_place(results), *self.mask(call), *weights.place,
             _address(call.seed), log_sum.data_ptr(),
             self.heads, self.group, self.length, self.count, self.thread_blocks, *self.dropout, call.scaling,
         )  # fmt: skip
         self.run({"attend_forward": self.forward_launch}, arguments)
-        if self.is_padded[1]:
-            results = call.empty_results()[0].copy_(results[..., : call.value.shape[-1]])
         return results, log_sum
 
     def backward(
@@ -263,24 +243,22 @@ class AttentionPlan:
     ) -> tuple[Tensor, ...]:
         """Computes the gradients of query, key, value, weight and beta; empty ones where ``need`` is False."""
         inputs, log_sum = self.inputs(call), log_sum.contiguous()
-        upstream, readout = self.values(grad), self.values(out)
-        grads = [_empty(x.tensor) for x in inputs]
-        places = [*map(_place, grads), readout.place]
+        upstream, readout = (aligned_rows(x, self.units[1]) for x in (grad, out))
+        grads = [_empty(x) for x in call[:3]]
         weight_grads = self._run_backward(
-            call, [x.place for x in (*inputs, upstream)], places, log_sum.data_ptr(), any(need[3:])
-        )
-        if self.is_padded[0]:
-            grads[:2] = (_unpadded(x, self.shape.n, call.query.shape[-1]) for x in grads[:2])
-        if self.is_padded[1]:
-            grads[2] = _unpadded(grads[2], 1, call.value.shape[-1])
+            call, [place for _, place in (*inputs, upstream)], [*map(_place, grads), readout[1]], log_sum.data_ptr(),
+            any(need[3:]),
+        )  # fmt: skip
         grads += weight_grads if call.beta is not None else [*weight_grads, log_sum.new_empty(0)]
+        if all(need):
+            return tuple(grads)
         return tuple(x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
 
     def score_gradients(self, call: AttentionCall, need: Need) -> tuple[Tensor, Tensor, Tensor]:
         """Computes the gradients of query, key and weights; the mask is the gradient of the scores."""
-        query, key = self.rows(call.query, 0, 1, False), self.rows(call.key, 0, 1, False)
-        grads = [_empty(query.tensor), _empty(key.tensor)]
-        inputs, outputs = [query.place, key.place, NOWHERE, NOWHERE], [*map(_place, grads), NOWHERE, NOWHERE]
+        query, key, _ = self.inputs(call)
+        grads = [_empty(call.query), _empty(call.key)]
+        inputs, outputs = [query[1], key[1], NOWHERE, NOWHERE], [*map(_place, grads), NOWHERE, NOWHERE]
         grads += self._run_backward(call, inputs, outputs, 0, need[2])
         needed = (x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
         query_grad, key_grad, weight_grad = needed
@@ -299,8 +277,7 @@ class AttentionPlan:
         sums, statistics, parts, turns = (scratch.data_ptr() + place for place in self.places)
         *mask, mask_key = self.mask(call)
         arguments = BACKWARD.pack(
-            *(number for place in inputs for number in place), *mask,
-            *(number for place in outputs for number in place),
+            *chain(*inputs), *mask, *chain(*outputs),
             mask_key, *weights.place, _address(call.seed), log_sum, statistics, sums, turns, parts,
             weight_grads[0].data_ptr(), 0 if call.beta is None else weight_grads[1].data_ptr(),
             self.batch, self.heads, self.group, self.length, self.count,
@@ -363,6 +340,20 @@ def _empty(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
+def aligned_rows(tensor: Tensor, unit: int) -> AlignedRows:
+    """Returns rows of adjacent numbers, at multiples of a unit of bytes, and their place."""
+    address, batch, head, row = place = _place(tensor)
+    if tensor.stride(-1) != 1 or (address | batch | head | row) % unit:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        return tensor, _place(tensor)
+    return tensor, place
+
+
+def _unit(size: int) -> int:
+    """Returns the bytes that the kernels copy at once from blocks of ``size`` bytes."""
+    return min(16, size & -size)
+
+
 def _place(tensor: Tensor) -> Place:
     (batch, head, row, _), size = tensor.stride(), tensor.element_size()
     return tensor.data_ptr(), size * batch, size * head, size * row
@@ -370,11 +361,6 @@ def _place(tensor: Tensor) -> Place:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _unpadded(grad: Tensor, n: int, d: int) -> Tensor:
-    """Removes the padding of :meth:`AttentionPlan.rows`; the result is contiguous."""
-    return torch.unflatten(grad, -1, (n, -1))[..., : d // n].flatten(-2).contiguous()
 
 
 @lru_cache(maxsize=None)

@@ -303,8 +303,9 @@ def _score_tiles(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, .
     programs = n * heads * thread_blocks
     rows = division.rows_per_program(count, programs * attend.SCORE_WARPS, query.device, keys_at_once)
     chunks = -(-count // rows)
-    queries, keys = plan.rows(query, 0, 1, False), plan.rows(key, 0, 1, False)
+    queries, keys, _ = plan.inputs(call)
     arguments = TILES.pack(
-        *queries.place, *keys.place, *_place(out), *weights.place, heads, length, count, rows, thread_blocks, chunks
-    )
+        *queries[1], *keys[1], *_place(out), *weights.place,
+        heads, length, count, rows, thread_blocks, chunks,
+    )  # fmt: skip
     plan.run({"score_tiles": (programs * chunks, WARP * attend.SCORE_WARPS, plan.score_bytes)}, arguments)

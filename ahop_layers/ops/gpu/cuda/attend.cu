@@ -65,9 +65,9 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
     auto copy_group = [&](int start, int area) {
         if (start < last) {
             const u32 address = base + area * AREA_BYTES;
-            copy_rows<DIM>(address, key, p.key.row, start, filled, p.count, threadIdx.x, blockDim.x);
+            copy_rows<Points>(address, key, p.key.row, start, filled, p.count, threadIdx.x, blockDim.x);
             copies_commit();
-            copy_rows<WIDTH>(address + VALUES, value, p.value.row, start, filled, p.count, threadIdx.x, blockDim.x);
+            copy_rows<Values>(address + VALUES, value, p.value.row, start, filled, p.count, threadIdx.x, blockDim.x);
         }
         copies_commit();
     };
@@ -77,7 +77,7 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
     };
 
     auto copy_queries = [&](int first) {
-        copy_rows<DIM>(shared_address(own), p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
+        copy_rows<Points>(shared_address(own), p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
     };
     int first = block * own_queries + warp * ROWS;
     copy_queries(first);
@@ -213,7 +213,7 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_forward(const Forwa
             const float log_sum = empty ? INFINITE : finite;
             if (lane.column == 0 && rows[row] < p.length) p.log_sum[(i64)index * p.length + rows[row]] = log_sum;
         }
-        store_rows<WIDTH>(readout, inverse[0], inverse[1], own, p.out.at(n, h) + first * p.out.row, p.out.row,
+        store_rows<Values>(readout, inverse[0], inverse[1], own, p.out.at(n, h) + first * p.out.row, p.out.row,
                           p.length - first, lane);
     }
 }

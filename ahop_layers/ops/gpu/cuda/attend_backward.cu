@@ -16,6 +16,9 @@ constexpr int TOGETHER = SINGLE ? 2 : 1;               // halves of a tile whose
 constexpr int WARPS = THREADS / 32;
 constexpr int PARTS = BASES * N + 1;                 // gradients of the weights, and the sum of score gradients
 constexpr int VISITS = 2 * WARPS;                    // barriers of a tile, which its visitors use in turns
+// Tiles of queries whose gradients of the weights a lane sums: the similarities may have a large mean, beside which a
+// longer sum in float32 would lose digits of their differences.
+constexpr int SUMMED = SINGLE ? 4 : 1 << 30;
 constexpr int DELAY = 2;                             // steps from the last visit of a tile until it is stored
 // Shared memory holds own tiles (keys, values, norms), and tiles of queries (queries, gradients, norms, statistics,
 // barriers, sums).
@@ -49,8 +52,14 @@ DEVICE void load_two(float& low, float& high, const char* place) {
     else Half::unpack(*(const u32*)place, low, high);
 }
 
-// Loads eight numbers at an address that is a multiple of 16.
-DEVICE void load_eight(float (&x)[8], const char* place) {
+// Loads eight numbers, of which `left` exist; if none is missing in any block, the address is a multiple of 16.
+template <class Kind>
+DEVICE void load_eight(float (&x)[8], const char* place, int left) {
+    if (!Kind::WHOLE) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = i < left ? load_float<DTYPE>(place, i) : 0;
+        return;
+    }
     const uint4* units = (const uint4*)place;
 #pragma unroll
     for (int unit = 0; unit < BYTES / 2; ++unit) {
@@ -81,8 +90,9 @@ KERNEL void attend_statistics(const Backward p) {
     if (!SCORES && exists && row < p.length && member < WIDTH_CHUNKS) {
         const i64 n = index / p.heads, h = index % p.heads;
         float out[8], grad[8];
-        load_eight(out, p.out.at(n, h) + row * p.out.row + 8 * BYTES * member);
-        load_eight(grad, p.grad.at(n, h) + row * p.grad.row + 8 * BYTES * member);
+        const int left = VALUE - 8 * member;
+        load_eight<Values>(out, p.out.at(n, h) + row * p.out.row + 8 * BYTES * member, left);
+        load_eight<Values>(grad, p.grad.at(n, h) + row * p.grad.row + 8 * BYTES * member, left);
         total = add_product(out, grad, 0);
     }
 #pragma unroll
@@ -153,6 +163,7 @@ struct OwnKeys {
     int first;        // index of the first key
     float factor;     // of the shares that dropout keeps
     float exponents[BASES][N], weight_grad[BASES][N], score_grad;
+    bool stored;      // a part of the gradients of the weights
     RankedWeights<N, Number> ranked[BASES];
     float key_grad[CHUNKS][4], value_grad[WIDTH_CHUNKS][4], key_sums[SINGLE ? 2 * N : 4];
 
@@ -160,9 +171,9 @@ struct OwnKeys {
     DEVICE void begin(const Backward& p, int n, int h, int start) {
         first = start;
         sync_warp();
-        copy_rows<DIM>(address, p.key.at(n, h), p.key.row, first, ROWS, p.count, lane.index, 32);
+        copy_rows<Points>(address, p.key.at(n, h), p.key.row, first, ROWS, p.count, lane.index, 32);
         if (!SCORES)
-            copy_rows<WIDTH>(address + SECOND, p.value.at(n, h), p.value.row, first, ROWS, p.count, lane.index, 32);
+            copy_rows<Values>(address + SECOND, p.value.at(n, h), p.value.row, first, ROWS, p.count, lane.index, 32);
         copies_commit();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -192,9 +203,9 @@ struct OwnKeys {
         };
         if (DIS) subtract_rows(key_grad, sum, own, lane);
         const int left = p.count - first;
-        store_rows<DIM>(key_grad, 1, 1, own, p.key_grad.at(n, h) + first * p.key_grad.row, p.key_grad.row, left, lane);
+        store_rows<Points>(key_grad, 1, 1, own, p.key_grad.at(n, h) + first * p.key_grad.row, p.key_grad.row, left, lane);
         if (!SCORES)
-            store_rows<WIDTH>(value_grad, 1, 1, own + SECOND, p.value_grad.at(n, h) + first * p.value_grad.row,
+            store_rows<Values>(value_grad, 1, 1, own + SECOND, p.value_grad.at(n, h) + first * p.value_grad.row,
                               p.value_grad.row, left, lane);
     }
 
@@ -206,6 +217,7 @@ struct OwnKeys {
         float u[BASES][N];
         load_weights(u, p.weights, h, p.scaling);
         score_grad = 0;
+        stored = false;
 #pragma unroll
         for (int i = 0; i < BASES; ++i) {
             ranked[i].set(u[i]);
@@ -214,21 +226,24 @@ struct OwnKeys {
         }
     }
 
-    // Stores the gradients of the weights and of the scores, summed over the warp.
+    // Stores the gradients of the weights and of the scores, summed over the warp, or adds them to what it stored.
     DEVICE void store_weights(float* parts) {
-        const float all = sum_warp(score_grad);
-        if (lane.index == 0) parts[BASES * N] = all;
+        auto store = [&](int i, float x) {
+            if (lane.index == 0) parts[i] = SINGLE && stored ? parts[i] + x : x;
+        };
+        store(BASES * N, sum_warp(score_grad));
+        score_grad = 0;
 #pragma unroll
         for (int i = 0; i < BASES; ++i) {
             const int place = BASES == 2 ? i ^ DIS_AT : i;
             float totals[N];
 #pragma unroll
-            for (int j = 0; j < N; ++j) totals[j] = sum_warp(weight_grad[i][j]);
+            for (int j = 0; j < N; ++j) totals[j] = sum_warp(weight_grad[i][j]), weight_grad[i][j] = 0;
             RankedWeights<N, Number>::undo(totals);
 #pragma unroll
-            for (int j = 0; j < N; ++j)
-                if (lane.index == 0) parts[place * N + j] = DIS && i == 0 ? 2 * totals[j] : totals[j];
+            for (int j = 0; j < N; ++j) store(place * N + j, DIS && i == 0 ? 2 * totals[j] : totals[j]);
         }
+        stored = true;
     }
 
     // Computes the similarities and the gradients of shares of TOGETHER times 8 queries, from half `half` of a tile on.
@@ -483,9 +498,9 @@ struct Ring {
         const int index = head(entry), n = index / p.heads, h = index % p.heads, first = query(entry);
         char* const tile = place(entry);
         const u32 address = shared_address(tile);
-        copy_rows<DIM>(address, p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
+        copy_rows<Points>(address, p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
         if (!SCORES)
-            copy_rows<WIDTH>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
+            copy_rows<Values>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
         copies_commit();
         const float2* from = p.statistics + (i64)index * tiles_of(p.length) * ROWS + first;
         if (lane.index < ROWS) ((float2*)(tile + STATISTICS))[lane.index] = from[lane.index];
@@ -525,7 +540,7 @@ DEVICE void store_queries(const Backward& p, char* tile, int index, int first, i
     }
     const i64 place = (i64)index * tiles_of(p.length) + first / ROWS;
     if (add_in_turn(query_grad, p.query_sums + place * CHUNKS * 32, p.turns + 1 + place, mine, last, lane))
-        store_rows<DIM>(query_grad, 1, 1, tile,
+        store_rows<Points>(query_grad, 1, 1, tile,
                         p.query_grad.at(index / p.heads, index % p.heads) + first * p.query_grad.row,
                         p.query_grad.row, p.length - first, lane);
     sync_warp();
@@ -593,10 +608,9 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
                     own.add_tile(query, tile, address, visit);
                 }
                 query += ROWS;
-                if (query >= p.length) {
+                if (query >= p.length || (SINGLE && step % SUMMED == SUMMED - 1))
                     own.store_weights(p.weight_parts + ((i64)index * tiles_of(p.count) + own.first / ROWS) * PARTS);
-                    query = ring.first_query * ROWS, ++index;
-                }
+                if (query >= p.length) query = ring.first_query * ROWS, ++index;
                 if (++place == p.slots) place = 0, ++turn;
             }
             own.finish(p, n, head % key_heads);
@@ -616,10 +630,11 @@ DEVICE float sample_pair(const Backward& p, int h, u32 number, float (&x)[BASES]
     for (int block = 0; block < N; ++block) {
         float dot = 0, dis = 0;
 #pragma unroll
-        for (int chunk = block * SIZE / 8; chunk < (block + 1) * SIZE / 8; ++chunk) {
+        for (int first = 0; first < PART; first += 8) {
             float q[8], k[8];
-            load_eight(q, queries + 8 * BYTES * chunk);
-            load_eight(k, keys + 8 * BYTES * chunk);
+            const int place = BYTES * (block * PART + first);
+            load_eight<Points>(q, queries + place, PART - first);
+            load_eight<Points>(k, keys + place, PART - first);
             dot = add_product(q, k, dot);
 #pragma unroll
             for (int i = 0; i < 8; ++i) q[i] -= k[i];

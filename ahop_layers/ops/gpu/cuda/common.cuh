@@ -49,3 +49,16 @@ DEVICE void store_float(char* place, float x) {
         *(unsigned short*)place = HalfOf<DTYPE>::Type::pack(x, 0);
     }
 }
+
+// Copies an aligned unit of bytes.
+template <int UNIT>
+DEVICE void copy_unit(char* to, const char* from) {
+    if constexpr (UNIT == 16) {
+        *(uint4*)to = *(const uint4*)from;
+    } else if constexpr (UNIT == 2) {
+        *(unsigned short*)to = *(const unsigned short*)from;
+    } else {
+#pragma unroll
+        for (int i = 0; i < UNIT / 4; ++i) ((u32*)to)[i] = ((const u32*)from)[i];
+    }
+}

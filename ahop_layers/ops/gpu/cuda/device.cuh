@@ -99,9 +99,18 @@ DEVICE u32 transpose(u32 matrix) {
     return r;
 }
 
-// Copies 16 bytes to shared memory in the background, or zeros.
+// Copies a unit of bytes to shared memory in the background, or zeros; two bytes at once.
+template <int UNIT>
 DEVICE void copy_async(u32 address, const void* from, bool exists) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(address), "l"(from), "r"(exists ? 16 : 0));
+    if constexpr (UNIT == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(address), "l"(from), "r"(exists ? 16 : 0));
+    } else if constexpr (UNIT > 2) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                     :: "r"(address), "l"(from), "n"(UNIT), "r"(exists ? UNIT : 0));
+    } else {
+        const unsigned short x = exists ? *(const unsigned short*)from : 0;
+        asm volatile("st.shared.u16 [%0], %1;" :: "r"(address), "h"(x) : "memory");
+    }
 }
 
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

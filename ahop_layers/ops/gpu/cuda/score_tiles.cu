@@ -22,13 +22,13 @@ KERNEL void __launch_bounds__(THREADS) score_tiles(const TileScore p) {
 
     auto copy_keys = [&](int start, int area) {
         if (start < end)
-            copy_rows<DIM>(shared_address(shared) + area * AREA_BYTES, p.key.at(n, h), p.key.row, start, KEYS, end,
+            copy_rows<Points>(shared_address(shared) + area * AREA_BYTES, p.key.at(n, h), p.key.row, start, KEYS, end,
                            threadIdx.x, THREADS);
         copies_commit();
     };
     // Queries are in the second area until they are in registers.
     char* const queries_area = shared + AREA_BYTES;
-    copy_rows<DIM>(shared_address(queries_area), p.query.at(n, h), p.query.row, block, KEYS, p.length, threadIdx.x,
+    copy_rows<Points>(shared_address(queries_area), p.query.at(n, h), p.query.row, block, KEYS, p.length, threadIdx.x,
                    THREADS);
     copy_keys(begin, 0);
     float u[BASES][N];

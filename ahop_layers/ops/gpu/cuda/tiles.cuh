@@ -12,6 +12,7 @@
 // The command line of the compiler sets the constants of a call.
 constexpr int N = AHOP_BLOCKS, SIZE = AHOP_SIZE;             // blocks, and dimensions of a block
 constexpr int WIDTH = AHOP_WIDTH;                            // dimensions of a value
+constexpr int PART = AHOP_PART, VALUE = AHOP_VALUE;          // the same in memory: the rest of SIZE and WIDTH are zeros
 constexpr bool DOT = AHOP_DOT, DIS = AHOP_DIS;               // bases
 constexpr int DIS_AT = AHOP_DIS_AT;                          // index of `dis` among two bases
 constexpr int DTYPE = AHOP_DTYPE;                            // of queries, keys and values
@@ -43,23 +44,38 @@ constexpr int own_words(int d) { return (BYTES * d + 31) / 32 * 4; }
 constexpr int streamed_words(int d) { return (BYTES * d + 63) / 64 * 4; }
 constexpr int SQUARE = 2 * BYTES;
 
+// Rows of D numbers in shared memory, of blocks whose first numbers are in memory and are copied in units.
+template <int D_, int BLOCK, int PART>
+struct Rows {
+    static constexpr int D = D_, BYTES_OF_PART = BYTES * PART;
+    static constexpr int UNIT = BYTES_OF_PART % 16 == 0 ? 16 : BYTES_OF_PART % 8 == 0 ? 8 : BYTES_OF_PART % 4 ? 2 : 4;
+    static constexpr int EACH = BYTES * BLOCK / UNIT, FILLED = BYTES_OF_PART / UNIT;  // units of a block
+    static constexpr bool WHOLE = FILLED == EACH;
+
+    // The place in memory of a unit in shared memory.
+    static DEVICE int place(int unit) { return UNIT * (WHOLE ? unit : unit / EACH * FILLED + unit % EACH); }
+    static DEVICE bool exists(int unit) { return WHOLE || unit % EACH < FILLED; }
+};
+typedef Rows<DIM, SIZE, PART> Points;
+typedef Rows<WIDTH, WIDTH, VALUE> Values;
+
 // Starts copying rows [first, first + rows) to shared memory; those from `count` on are zeros and not read.
-template <int D>
+template <class Kind>
 DEVICE void copy_rows(u32 address, const char* data, i64 stride, int first, int rows, int count, int thread,
                       int threads) {
-    constexpr int UNITS = D * BYTES / 16;
+    constexpr int UNIT = Kind::UNIT, UNITS = Kind::D * BYTES / UNIT, ROW_BYTES = row_bytes(Kind::D);
     if (32 % UNITS == 0) {  // a thread copies one column
-        const int step = threads / UNITS;
+        const int step = threads / UNITS, unit = thread % UNITS;
         int row = thread / UNITS;
-        const char* from = data + (first + row) * stride + 16 * (thread % UNITS);
-        address += row * row_bytes(D) + 16 * (thread % UNITS);
-        for (; row < rows; row += step, from += step * stride, address += step * row_bytes(D))
-            copy_async(address, from, first + row < count);
+        const char* from = data + (first + row) * stride + Kind::place(unit);
+        address += row * ROW_BYTES + UNIT * unit;
+        for (; row < rows; row += step, from += step * stride, address += step * ROW_BYTES)
+            copy_async<UNIT>(address, from, Kind::exists(unit) && first + row < count);
     } else {
         for (int i = thread; i < rows * UNITS; i += threads) {
             const int row = i / UNITS, unit = i % UNITS;
-            const char* from = data + (first + row) * stride + 16 * unit;
-            copy_async(address + row * row_bytes(D) + 16 * unit, from, first + row < count);
+            const char* from = data + (first + row) * stride + Kind::place(unit);
+            copy_async<UNIT>(address + row * ROW_BYTES + UNIT * unit, from, Kind::exists(unit) && first + row < count);
         }
     }
 }
@@ -343,15 +359,24 @@ struct Pairs {
 };
 
 // Stores 16 rows: half precision goes through shared memory, where the numbers of a row are adjacent.
-template <int D>
-DEVICE void store_rows(const float (&chunks)[D / 8][4], float first, float second, char* scratch, char* out, i64 stride,
-                       int rows, Lane lane) {
+template <class Kind>
+DEVICE void store_rows(const float (&chunks)[Kind::D / 8][4], float first, float second, char* scratch, char* out,
+                       i64 stride, int rows, Lane lane) {
+    constexpr int D = Kind::D, UNIT = Kind::UNIT, BLOCK_BYTES = UNIT * Kind::EACH;
     if (SINGLE) {
 #pragma unroll
         for (int i = 0; i < D / 4; ++i) {
             const float factor = i % 2 ? second : first, *two = chunks[i / 2] + i % 2 * 2;
-            char* place = out + (lane.row + i % 2 * 8) * stride + 32 * (i / 2) + 4 * lane.column;
-            if (lane.row + i % 2 * 8 < rows) *(float2*)place = make_float2(two[0] * factor, two[1] * factor);
+            const int row = lane.row + i % 2 * 8, block = 32 * (i / 2) / BLOCK_BYTES;
+            const int column = 32 * (i / 2) % BLOCK_BYTES + 4 * lane.column, left = UNIT * Kind::FILLED - column;  // bytes
+            char* place = out + row * stride + block * UNIT * Kind::FILLED + column;
+            if (row >= rows || left <= 0) continue;
+            if (UNIT >= 8) {
+                *(float2*)place = make_float2(two[0] * factor, two[1] * factor);
+            } else {
+                *(float*)place = two[0] * factor;
+                if (left > 4) *(float*)(place + 4) = two[1] * factor;
+            }
         }
         return;
     }
@@ -363,9 +388,10 @@ DEVICE void store_rows(const float (&chunks)[D / 8][4], float first, float secon
         *(u32*)(place + 8 * row_bytes(D)) = Half::pack(chunks[chunk][2] * second, chunks[chunk][3] * second);
     }
     sync_warp();
-    for (int i = lane.index; i < ROWS * (D / 8); i += 32) {
-        const int row = i / (D / 8), unit = i % (D / 8);
-        const uint4* from = (const uint4*)(scratch + row * row_bytes(D) + 16 * unit);
-        if (row < rows) *(uint4*)(out + row * stride + 16 * unit) = *from;
+    constexpr int UNITS = D * BYTES / UNIT;
+    for (int i = lane.index; i < ROWS * UNITS; i += 32) {
+        const int row = i / UNITS, unit = i % UNITS;
+        if (row < rows && Kind::exists(unit))
+            copy_unit<UNIT>(out + row * stride + Kind::place(unit), scratch + row * row_bytes(D) + UNIT * unit);
     }
 }
