@@ -16,12 +16,13 @@ README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 ELEMENT_ID = re.compile(r'(id="|href="#|url\(#)[^")]*')  # matplotlib derives it from rounded numbers
-FIGURE = re.compile(r"\b0\.\d{3,}|\b\d\.\d\d(?= x\b)")
+FIGURE = re.compile(r"\b0\.\d{3,}|\b\d\.\d\d(?= x\b)|\b\d+(?:\.\d+)?(?= ms\b)")
 
 # Page -> start of a part of its text -> the tables that the figures of this part come from.
 QUOTED = {
     "README.md": {
         "\n| [ViT-small]": "vit",
+        "## Search with": "search-costs",
         "\n| [faces]": "search",
         "\n| [AR]": "ar",
         "\n| [bags]": "lookup-bags",
@@ -103,11 +104,11 @@ def test_plots_are_what_the_command_draws(name, tmp_path):
 
 @pytest.mark.parametrize("page", QUOTED)
 def test_figures_in_the_text_are_in_their_table(page):
-    """Figures of three digits or more, and ratios; a table may have one digit more than the text."""
+    """Figures of three digits or more, ratios, and milliseconds; a table may have one digit more than the text."""
     text = re.sub(r"```.*?```", "", pages.PLACE.sub("", (ROOT / page).read_text()), flags=re.DOTALL)
     starts = [*(text.index(start) for start in QUOTED[page]), len(text)]
     for names, start, end in zip(QUOTED[page].values(), starts, starts[1:], strict=False):
-        found = re.findall(r"\b\d\.\d+", "".join(pages.TABLES[name]() for name in names.split()))
+        found = re.findall(r"\b\d+(?:\.\d+)?\b", "".join(pages.TABLES[name]() for name in names.split()))
         quoted = set(FIGURE.findall(text[start:end]))
         assert quoted
         assert quoted <= {*found, *(f"{float(figure):.3f}" for figure in found)}, f"figures that are not in {names}"
