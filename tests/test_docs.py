@@ -21,6 +21,7 @@ FIGURE = re.compile(r"\b0\.\d{3,}|\b\d\.\d\d(?= x\b)|\b\d+(?:\.\d+)?(?= ms\b)")
 # Page -> start of a part of its text -> the tables that the figures of this part come from.
 QUOTED = {
     "README.md": {
+        "\n| [Hopfield layers]": "summary-speed hflayers",
         "\n| [ViT-small]": "vit",
         "## Search with": "search-costs",
         "\n| [faces]": "search",
