@@ -22,7 +22,7 @@ FIGURE = re.compile(r"\b0\.\d{3,}|\b\d\.\d\d(?= x\b)|\b\d+(?:\.\d+)?(?= ms\b)")
 QUOTED = {
     "README.md": {
         "\n| [Hopfield layers]": "summary-speed hflayers",
-        "\n| [ViT-small]": "vit",
+        "\n| [ViTs]": "vit summary-speed",
         "## Search with": "search-costs",
         "\n| [faces]": "search",
         "\n| [AR]": "ar",
