@@ -148,16 +148,16 @@ def measure(options: argparse.Namespace, name: str, precision: str) -> list[dict
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Times and memory of hflayers, and those of each system relative to them."""
-    units = ("ms", "MB")
-    header = [f"hflayers, {unit}" if each == "hflayers" else each for unit in units for each in ("hflayers", *SYSTEMS)]
+    """Times and memory of hflayers, and those of each measured system relative to them."""
+    units, systems = ("ms", "MB"), [each for each in SYSTEMS if any(row["system"] == each for row in rows)]
+    header = [f"hflayers, {unit}" if each == "hflayers" else each for unit in units for each in ("hflayers", *systems)]
     body = []
     for (name, given, precision), mine in group(rows, "layer", "input", "precision").items():
         found, cells = {row["system"]: row for row in mine}, []
         for unit in units:
             ratios = {each: float(row[unit]) / float(row[f"hflayers {unit}"]) for each, row in found.items()}
             cells += [number(mine[0][f"hflayers {unit}"])]
-            cells += [f"{ratios[each]:.2f}" if each in ratios else "" for each in SYSTEMS]
+            cells += [f"{ratios[each]:.2f}" if each in ratios else "" for each in systems]
         body.append([NAMES[name], given, precision, *cells])
     return table(["layer", "input", "precision", *header], body)
 

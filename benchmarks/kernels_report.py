@@ -2,15 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from ahop_layers.ops.gpu.layout import comparators
-from benchmarks.harness.report import GRAY, bold_best, drawing, group, number, table
+from benchmarks.harness.report import group, number, table
 from benchmarks.harness.rows import Row
 
 PASSES = ("forward", "forward + backward")
 N = re.compile(r", n (\d+)")
-N_DTYPE = re.compile(r", b?float16$")
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -59,19 +57,6 @@ def of_blocks(rows: Sequence[Row]) -> str:
     return table(["queries x keys", "n", "comparators", *labels], body)
 
 
-def of_half_precision(rows: Sequence[Row]) -> str:
-    """Speedup of half precision over float32 for the same sizes, for each d."""
-    ratios = {(row["case"], row["pass"]): row["our float32/ours"] for row in rows if row["our float32/ours"]}
-    names = list(dict.fromkeys(N_DTYPE.sub("", case) for case, _ in ratios if not N.search(case)))
-    dtypes = ("bfloat16", "float16")
-    body = []
-    for name in names:
-        pairs = [[ratios.get((f"{name}, {dtype}", label), "") for dtype in dtypes] for label in PASSES]
-        # float32, with the ratio 1, competes and is not shown
-        body.append([name, *(cell for pair in pairs for cell in bold_best(["1", *pair])[1:])])
-    return table(["queries x keys", *(f"{label}, {dtype}" for label in PASSES for dtype in dtypes)], body)
-
-
 def of_attention(rows: Sequence[Row]) -> str:
     """Milliseconds of fused attention with 4 blocks, and their speed relative to the fused dot product."""
     columns = {
@@ -84,26 +69,3 @@ def of_attention(rows: Sequence[Row]) -> str:
         size = case.removeprefix("attention, ").removesuffix(", 4 blocks, bfloat16")
         body.append([size, *(number(row[column]) for row in pair for column in columns.values())])
     return table(["N x H x L x d", *(f"{label}, {name}" for label in PASSES for name in columns)], body)
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draws the speedup over plain PyTorch as bars, one panel per device; rows without it are left out."""
-    devices = group([row for row in rows if row["paper/ours"] and not has_blocks(row)], "device")
-    cases = [list(group(mine, "case")) for mine in devices.values()]
-    with drawing(path, (8, 0.34 * sum(map(len, cases)) + 1.2 * len(devices))) as figure:
-        axes = figure.subplots(
-            len(devices), squeeze=False, gridspec_kw={"height_ratios": [len(each) for each in cases]}
-        )
-        for axis, ((device,), mine), places in zip(axes[:, 0], devices.items(), cases, strict=True):
-            for offset, label in zip((-0.2, 0.2), PASSES, strict=True):
-                ratios = {(row["case"],): float(row["paper/ours"]) for row in mine if row["pass"] == label}
-                height = [places.index(case) + offset for case in ratios]
-                bars = axis.barh(height, list(ratios.values()), height=0.38, label=label)
-                axis.bar_label(bars, fmt=number, padding=3, fontsize=8)
-            axis.set(xscale="log", title=device, ylim=(len(places) - 0.4, -0.6))
-            axis.axvline(1, color=GRAY, linewidth=1)
-            axis.set_yticks(range(len(places)), [case for (case,) in places])
-            axis.set_xlim(right=2 * max(float(row["paper/ours"]) for row in mine))
-        axes[-1, 0].set_xlabel("speedup over plain PyTorch (sort, cumulative sum, product)")
-        labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(*labels, loc="outside lower center", ncols=2, frameon=False)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from benchmarks.harness.report import bold_best_in_columns, group, number, table
 from benchmarks.harness.rows import Row
 
-SHORT = {"small": ("4 blocks", "8 blocks", "full")}
-"""The attentions of a model in the short table; of the others only 4 blocks."""
 COLUMNS = [(label, part) for label in ("training", "inference") for part in ("eager", "compiled")]
 Cells = dict[tuple[str, str], Row]
 
@@ -72,11 +70,6 @@ def report(rows: Sequence[Row]) -> str:
     """The relative and the absolute figures of all models."""
     caption = "The fused dot product (`scaled_dot_product_attention`) itself:"
     return f"{shares(rows, mark=True)}\n\n{caption}\n\n{baselines(rows)}"
-
-
-def short(rows: Sequence[Row]) -> str:
-    """The relative figures of the attentions in SHORT."""
-    return shares([row for row in rows if row["attention"] in SHORT.get(row["model"], ("4 blocks",))])
 
 
 def of_attention(rows: Sequence[Row]) -> str:

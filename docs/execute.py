@@ -1,6 +1,6 @@
 """Executes the notebooks and stores their outputs, or removes them.
 
-To run: python docs/execute.py   (or: python docs/execute.py docs/notebooks/vit.ipynb)
+To run: python docs/execute.py   (or: python docs/execute.py docs/notebooks/memory.ipynb)
 
 The notebooks of the repository have no outputs. The docs workflow stores them before it builds the site, and
 ``python docs/execute.py --clear`` removes them again.

@@ -1,4 +1,4 @@
-"""MkDocs hooks: notebooks as pages, formulas as MathML, and structured metadata on the landing page."""
+"""MkDocs hooks: notebooks as pages, formulas as MathML, wide tables, and structured metadata on the landing page."""
 
 import base64
 import html
@@ -16,6 +16,21 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', flags=re.DOTALL)
+
+MADE = re.compile(r"<!-- made: ([\w-]+) -->\n(.*?)\n<!-- end -->", flags=re.DOTALL)
+"""A generated table or plot, as ``python -m benchmarks.harness.pages`` marks it."""
+WRAPPED = ("hflayers", "models", "projects", "summary-accuracy", "summary-models", "summary-search", "summary-speed")
+"""The tables with long texts, whose cells may have several lines."""
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Puts generated tables and plots into a ``div`` of a class of their own."""
+
+    def wide(made: re.Match[str]) -> str:
+        kind = "wide wrap" if made[1] in WRAPPED else "wide"
+        return f'<div class="{kind}" markdown>\n\n{made[2].strip()}\n\n</div>'
+
+    return MADE.sub(wide, markdown)
 
 
 def on_page_content(content: str, **_: Any) -> str:

@@ -1,101 +1,66 @@
-"""The demonstration: find damaged records and covered digits, classify damaged bags, convert a vision transformer.
+"""The demonstration: switch a Hopfield model and a vision transformer, pool bags, find damaged records.
 
-To run: make demo   (or: python -m examples.demo; less than two minutes)
+To run: make demo   (or: python -m examples.demo)
 
-1. Store 569 records of 30 measurements and find them by copies in which 40 % of the values are wrong and 20 % unknown:
+1. Switch a model on the layers of hopfield-layers by one line: the outputs are equal, and the similarity learns. Its
+   time stands beside our plain layers, because hopfield-layers is on no package registry.
+2. Classify bags of digits, half of whose pixels are replaced: does a bag hold a nine? The same network without and
+   with a memory of 600 clean digits as its first layer.
+3. Train a small vision transformer with dot-product attention and convert it by one call. Its outputs do not change.
+   Fine-tune the converted model, and the original one for comparison.
+4. Store 569 records of 30 measurements and find them by copies in which 40 % of the values are wrong and 20 % unknown:
    Euclidean distance of standardized values against a memory.
-2. Store 600 digits and find them by copies of which a rectangle is covered.
-3. Classify bags of digits, half of whose pixels are replaced: does a bag hold a nine? The same network without and with
-   a memory of 600 clean digits as its first layer.
-4. Train a small vision transformer with dot-product attention and convert it by one call, with 4 blocks in each head.
-   Its outputs do not change. Fine-tune the converted model, and the original one for comparison.
 
 Ends with a table and the list of pictures. With --seeds 3, figures are means and standard deviations.
 """
 
 import argparse
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from sklearn.datasets import load_breast_cancer, load_digits
+from sklearn.datasets import load_breast_cancer
 from sklearn.metrics.pairwise import nan_euclidean_distances
-from torch import Tensor
 
 import ahop_layers as ah
-from examples import mil, vit
+from examples import hopfield, mil, vit
 from examples.search import spread
 
 Row = tuple[str, str, str]  # of the table: what is measured, without and with this package
 WRONG = ah.variants.as_damage([ah.variants.Replaced(0.4), ah.variants.Missing(0.2)])
-COVER = ah.variants.Covered(0.5, 8, 8)
+PICTURES = ("hopfield/hopfield", "bags-memory-*/adaptive/instances", "vit-tuned-*/adaptive/maps", "records")
+"""The pictures that the end of the demonstration lists, of the first seed."""
 
 
-def find(
-    options: argparse.Namespace, name: str, patterns: Tensor, damage: ah.variants.Variant, unit: Tensor | float,
-    draw: Callable[[Axes, Tensor], object],
-) -> tuple[str, str]:  # fmt: skip
-    """Finds patterns by damaged copies of them, by Euclidean distance and by a memory, and draws some answers."""
-    print(f"==> {name}: {damage}", flush=True)
-    patterns = patterns[:60] if options.quick else patterns
-    rows = patterns.flatten(1)
-    accuracies: dict[str, list[float]] = {"Euclid": [], "memory": []}
-    for seed in range(options.seed, options.seed + options.seeds):
-        memory = ah.AssociativeMemory(patterns)
-        print(memory.fit(seed=seed))  # it does not know the damage of the queries
-        index, query = damage.bind(rows).sample(rows, 1000, torch.Generator().manual_seed(seed))
-        euclid = torch.tensor(nan_euclidean_distances(query / unit, rows / unit))
-        found = {"Euclid": euclid.argmin(-1), "memory": memory.recall(query)}
-        for method, answer in found.items():
-            accuracies[method].append((answer == index).double().mean().item())
-    figure = Figure(figsize=(11.6, 3.6), layout="constrained")
-    lines = [("original", rows[index[:8]], None), ("query", query[:8], None)]
-    lines += [(method, rows[answer[:8]], answer[:8] == index[:8]) for method, answer in found.items()]
-    for (label, shown, right), axes in zip(lines, figure.subplots(len(lines), 8), strict=True):
-        for place, axis in enumerate(axes):
-            draw(axis, shown[place] / unit)
-            axis.set(xticks=[], yticks=[])
-            axis.spines[:].set_visible(right is not None)
-            if right is not None:
-                axis.spines[:].set(color="#6a9a3b" if right[place] else "#c8555b", linewidth=2.5)
-        axes[0].set_ylabel(label, rotation=0, ha="right", va="center")
-    options.out.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.out / f"{name}.png", dpi=100)
-    plain, learned = map(spread, accuracies.values())
-    return plain, learned
+def seeds(options: argparse.Namespace) -> range:
+    """Returns the seeds of the repetitions."""
+    return range(options.seed, options.seed + options.seeds)
 
 
-def draw_record(axis: Axes, record: Tensor) -> None:
-    """Draws the measurements of a record as bars, and gaps for those that are unknown."""
-    axis.bar(range(len(record)), record.numpy(), color="#3a93b5")
-    axis.set_ylim(-3.5, 3.5)
-
-
-def find_records(options: argparse.Namespace) -> list[Row]:
-    """Finds records by copies of them with wrong and unknown values."""
-    records = torch.tensor(load_breast_cancer().data, dtype=torch.float32)
-    records = records - records.mean(0)  # in units of their own, from a thousandth to hundreds
-    found = find(options, "records", records, WRONG, records.std(0), draw_record)
-    return [("records found, 40 % of the values wrong, 20 % unknown", *found)]
-
-
-def find_covered(options: argparse.Namespace) -> list[Row]:
-    """Finds digits by copies of them of which a half is covered."""
-    digits = torch.tensor(load_digits().images[:600] / 8 - 1, dtype=torch.float32)
-
-    def draw(axis: Axes, digit: Tensor) -> None:
-        axis.imshow(digit.reshape(8, 8).numpy(), cmap="gray_r", vmin=-1, vmax=1)
-
-    return [("digits found, half of the image covered", *find(options, "covered", digits, COVER, 1.0, draw))]
+def switch(options: argparse.Namespace) -> list[Row]:
+    """Switches, trains, saves and reverts a model on Hopfield layers."""
+    print("==> a model on hopfield-layers, switched", flush=True)
+    length = ["--bags", "64", "--epochs", "1"] if options.quick else []
+    found = [
+        hopfield.main([*length, "--seed", str(seed), "--out", str(options.out / "hopfield")]) for seed in seeds(options)
+    ]
+    pairs = {
+        measure: [spread([each[f"{measure}, {layers}"] for each in found]) for layers in ("plain", "adaptive")]
+        for measure in ("ms per training step", "test accuracy")
+    }
+    change = max(each["outputs differ after the switch"] for each in found)
+    return [
+        ("Hopfield pooling, largest change of an output by the switch", "", f"{change:.1e}"),
+        ("Hopfield pooling, ms per training step (without: our plain layers)", *pairs["ms per training step"]),
+        ("Hopfield pooling, test accuracy on bags of bit patterns", *pairs["test accuracy"]),
+    ]
 
 
 def classify_bags(options: argparse.Namespace) -> list[Row]:
     """Compares networks for bags of damaged digits, without and with a memory as the first layer."""
     areas: dict[str, list[float]] = {"none": [], "memory": []}
-    for seed in range(options.seed, options.seed + options.seeds):
+    for seed in seeds(options):
         for first, found in areas.items():
             print(f"==> bags, first layer: {first}", flush=True)
             length = ["--fast-dev-run"] if options.quick else ["--epochs", "4"]
@@ -113,7 +78,7 @@ def convert(options: argparse.Namespace) -> list[Row]:
     tune = [*size, "--epochs", "1", "--lr", "1e-3", "--convert", str(first["dot"]["checkpoint"])]
     accuracies: dict[str, list[float]] = {"dot": [], "adaptive": []}
     changes = []
-    for seed in range(options.seed, options.seed + options.seeds):
+    for seed in seeds(options):
         tuned = vit.main([*tune, "--seed", str(seed), "--out", str(options.out / f"vit-tuned-{seed}")])
         changes.append(tuned["adaptive"]["logit_change"])
         for attention, found in accuracies.items():
@@ -123,6 +88,26 @@ def convert(options: argparse.Namespace) -> list[Row]:
         ("ViT, test accuracy before conversion", f"{first['dot']['test_accuracy']:.3f}", "the same"),
         ("ViT, test accuracy after fine-tuning", *map(spread, accuracies.values())),
     ]
+
+
+def find_records(options: argparse.Namespace) -> list[Row]:
+    """Finds records by copies of them with wrong and unknown values, and explains an answer."""
+    print(f"==> records: {WRONG}", flush=True)
+    records = torch.tensor(load_breast_cancer().data[: 60 if options.quick else None], dtype=torch.float32)
+    records = records - records.mean(0)  # in units of their own, from a thousandth to hundreds
+    unit = records.std(0)
+    accuracies: dict[str, list[float]] = {"Euclid": [], "memory": []}
+    for seed in seeds(options):
+        memory = ah.AssociativeMemory(records)
+        print(memory.fit(seed=seed))  # it does not know the damage of the queries
+        index, query = WRONG.bind(records).sample(records, 1000, torch.Generator().manual_seed(seed))
+        euclid = torch.tensor(nan_euclidean_distances(query / unit, records / unit))
+        found = {"Euclid": euclid.argmin(-1), "memory": memory.recall(query)}
+        for method, answer in found.items():
+            accuracies[method].append((answer == index).double().mean().item())
+    options.out.mkdir(parents=True, exist_ok=True)
+    ah.plots.explanation(memory, query[0]).savefig(options.out / "records.png", dpi=100)
+    return [("records found, 40 % of the values wrong, 20 % unknown", *map(spread, accuracies.values()))]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -135,14 +120,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", default="out/demo", help="folder for all output files")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", module="lightning")  # advice for larger machines and data sets
-    rows = [row for part in (find_records, find_covered, classify_bags, convert) for row in part(options)]
+    rows = [row for part in (switch, classify_bags, convert, find_records) for row in part(options)]
     width = max(len(name) for name, *_ in rows)
     print(f"\n{'':{width}}  {'without':>14}  {'adaptive':>14}")
     for name, plain, adaptive in rows:
         print(f"{name:{width}}  {plain:>14}  {adaptive:>14}")
-    print("\nwithout: Euclidean distance, no memory, dot-product attention; a ViT on clean images gains nothing")
-    print("\npictures:", *sorted(options.out.rglob("*.png")), sep="\n  ")
-    print("\nNext: search your own data by the lines at the top of README.md. docs/search.md is the guide.")
+    print("\nwithout: the dot product, no memory, Euclidean distance; on clean images expect the same accuracy")
+    print("\npictures:", *(min(options.out.glob(f"{name}.png")) for name in PICTURES), sep="\n  ")
+    print("\nNext: change your own import by the lines at the top of README.md. docs/hopfield-layers.md is the guide.")
 
 
 if __name__ == "__main__":

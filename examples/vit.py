@@ -222,7 +222,7 @@ def maps(model: VisionTransformer, images: Tensor, answers: Sequence[tuple[str, 
 def draw_maps(images: Tensor, rows: dict[str, Tensor], answers: Sequence[tuple[str, str]], grid: int) -> Figure:
     """Draws images with their true and predicted classes, and named rows of maps ``(n, heads, queries, keys)``.
 
-    A map is that of the class token over ``grid * grid`` patches, averaged over the heads. All have one color scale.
+    A map shows the class token over ``grid * grid`` patches, averaged over the heads. All have one color scale.
     """
     figure = Figure(figsize=(1.2 * len(images) + 1.6, 1.25 * len(rows) + 1.6), layout="constrained")
     axes = figure.subplots(len(rows) + 1, len(images), squeeze=False)

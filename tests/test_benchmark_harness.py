@@ -85,7 +85,7 @@ def test_hflayers_are_compared_in_turns_from_equal_weights(tmp_path, monkeypatch
         assert type(original).__name__ == "HopfieldLayer"
         assert torch.equal(original.lookup_weights, adaptive.lookup_weights)
         assert hflayers.cpu_megabytes("pooling", "4 blocks", "float32", tmp_path) >= 0
-        monkeypatch.delitem(sys.modules, "hflayers")
+        del sys.modules["hflayers"]
         monkeypatch.setattr(sys, "path", [])
         with pytest.raises(SystemExit, match="expected a checkout of hopfield-layers, got nothing"):
             hflayers.import_original("nothing")

@@ -31,10 +31,7 @@ def code_cells(path: Path) -> list[dict]:
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
-@pytest.mark.parametrize("path", [
-    pytest.param(path, id=path.stem, marks=[] if path.stem == "memory" else pytest.mark.full)
-    for path in execute.NOTEBOOKS
-])  # fmt: skip
+@pytest.mark.parametrize("path", execute.NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_cell_runs(path):
     cells = code_cells(path)
     assert not [cell for cell in cells if cell["outputs"]], "remove stored outputs: python docs/execute.py --clear"

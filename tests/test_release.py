@@ -49,7 +49,7 @@ def test_every_module_and_everything_to_run_the_tests_is_packaged(listed):
         ahop_layers/py.typed ahop_layers/ops/footprint.c ahop_layers/ops/footprint_impl.h tests/test_release.py
         ahop_layers/ops/gpu/cuda/attend.cu ahop_layers/ops/gpu/cuda/device.cuh tests/warp_emulator.h
         tests/data/hflayers.pt examples/demo.py .github/workflows/tests.yml benchmarks/kernels.py docs/mathematics.md
-        docs/pictures/footprint.svg docs/notebooks/vit.ipynb
+        docs/pictures/footprint.svg docs/notebooks/memory.ipynb
     """.split()  # noqa: SIM905 - reads better than quotes
     assert set(wanted) <= sources
     assert not [name for name in sources if re.search(r"\.(so|pyc|dylib)$|__pycache__|^out|^site", name)]
@@ -59,7 +59,7 @@ def test_the_package_requires_torch_and_einops_only(metadata):
     required = metadata.get_all("Requires-Dist")
     needed = [each for each in required if "extra ==" not in each]
     assert {re.match(r"[\w-]+", each)[0] for each in needed} == {"torch", "einops"}
-    assert not [each for each in required if "@" in each]  # PyPI rejects direct references
+    assert not [each for each in required if "@" in each]  # package registries reject direct references
     releases = dict(release.split("==") for release in oldest(required))
     assert {"torch", "einops", "lightning", "scikit-learn", "timm", "transformers", "torchmil"} <= releases.keys()
     assert not {"pytest", "ruff"} & releases.keys()

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import benchmarks.search.__main__ as command
+from benchmarks import search_costs
 from benchmarks.harness.rows import read
 from benchmarks.search import ar, data, measure, packaged, rivals
 from benchmarks.search.data import Images, ReplacedPixels
-from benchmarks.search_costs import main
 
 pytestmark = pytest.mark.slow
 
@@ -115,12 +115,15 @@ def test_a_run_is_stored_and_reported(folder, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of resident memory from Linux")
-def test_searches_are_timed_and_reported(tmp_path, capsys):
+def test_searches_are_timed_and_reported(tmp_path, monkeypatch, capsys, small_fit):
     output = tmp_path / "costs.csv"
-    sizes = ["--sizes", "300,600", "--queries", "1,3", "--repeats", "1", "--dim", "8", "--output", str(output)]
-    main(sizes)
+    monkeypatch.setattr(search_costs, "SHORTLIST", 200)
+    sizes = ["--sizes", "150,600", "--queries", "1,3", "--repeats", "1", "--dim", "32", "--output", str(output)]
+    search_costs.main(sizes)
     rows, shown = read(output), capsys.readouterr().out
-    assert len(rows) == 4
+    assert [row["search"] for row in rows] == 4 * ["exact"] + 2 * ["shortlist of 200"]
     assert all(float(row["seconds"]) > 0 for row in rows)
-    assert "| 600 | 3 | " in shown
-    assert "Extrapolated to 1,000,000,000 patterns" in shown
+    exact, listed = (float(row["recall"]) for row in rows[-3::2])
+    assert exact - 0.1 < listed <= exact + 0.02
+    assert exact > 0.5
+    assert "| 600 | shortlist of 200 | 3 | " in shown

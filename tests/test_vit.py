@@ -101,5 +101,4 @@ def test_image_benchmark(tmp_path, capsys):
     rows = read(tmp_path / "images.csv")
     assert [row["attention"] for row in rows if row["measure"] == "accuracy"] == attentions
     assert all(float(row["value"]) > 0 for row in rows if row["setup"].startswith("throughput"))
-    assert "| none | " in run(f"report --picture {tmp_path / 'drawn.svg'}")
-    assert "fraction of masked patches" in (tmp_path / "drawn.svg").read_text()
+    assert "| none | " in run("report")

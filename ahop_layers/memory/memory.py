@@ -242,6 +242,11 @@ class AssociativeMemory(Associator):
         :meth:`fit` makes new ones; it then also measures how long a shortlist must be, for ``shortlist="auto"`` and its
         report. They are not saved, because making them again takes seconds for a million patterns. Needs FAISS:
         ``pip install ahop-layers[search]``. Images have no codes.
+
+        >>> memory = AssociativeMemory(torch.randn(100, 8))
+        >>> memory.build_codes()
+        >>> memory.search(memory.patterns[:2], shortlist=20).indices.flatten()
+        tensor([0, 1])
         """
         check_sizes(bits=bits)
         if bits % 8:

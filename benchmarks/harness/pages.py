@@ -2,9 +2,9 @@
 
 To run: python -m benchmarks.harness.pages (--help prints this text and writes nothing)
 
-README.md or a page of docs/ marks the place of a table or plot by ``<!-- made: NAME -->`` and ``<!-- end -->``. The
-command replaces the text between the two markers and leaves the rest of the page as it is. A benchmark without rows is
-replaced by the command that measures it.
+A page of docs/ marks the place of a table or plot by ``<!-- made: NAME -->`` and ``<!-- end -->``. The command replaces
+the text between the two markers and leaves the rest of the page as it is. A page shows what a reader compares: the
+commands print all rows. A benchmark without rows is replaced by the command that measures it.
 """
 
 import re
@@ -28,11 +28,9 @@ from benchmarks.projects import measure as projects
 from benchmarks.robust import report as robust_report
 from benchmarks.search import ar
 from benchmarks.search import report as search_report
+from benchmarks.search.packaged import OWN
 
 DOCS = PICTURES.parent
-README = DOCS.parent / "README.md"
-FILLED = (README, *sorted(DOCS.glob("*.md")))
-"""The pages to fill."""
 PLACE = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 Show = Callable[[Sequence[Row]], str]
@@ -43,6 +41,15 @@ def rows_of(file: str, **wanted: str) -> list[Row]:
     return [row for row in read(RESULTS / file) if wanted.items() <= row.items()]
 
 
+RIVALS = ("Euclid", "trimmed L1", "sparse representation", "robust coding", "robust coding, tuned", "CNN", *OWN)
+"""The methods of the search benchmark that the page shows."""
+
+
+def search_rows(file: str) -> list[Row]:
+    """Returns the rows of the search benchmark of the methods that the page shows."""
+    return [row for row in rows_of(file) if row["method"] in RIVALS]
+
+
 LEVELS = ("data", "patterns", "mask", "noise", "bias", "system")
 """The columns of the retrieval benchmark whose values differ from one cell of a table to another."""
 
@@ -50,7 +57,7 @@ LEVELS = ("data", "patterns", "mask", "noise", "bias", "system")
 def retrieval_rows(table: str) -> list[Row]:
     """Returns the rows of one table of the retrieval benchmark, from the runs in which every system was measured.
 
-    They are those of the device with the most rows: figures of different devices are not compared.
+    They come from the device with the most rows: figures of different devices are not compared.
     """
     size, linked = retrieval.Size(), table == "multimodal"
     wanted = multimodal.measurements(size) if linked else retrieval.measurements(table, size, images=True)
@@ -62,10 +69,13 @@ def retrieval_rows(table: str) -> list[Row]:
     return [row for row in found if row["run"] in runs]
 
 
-def block_rows() -> list[Row]:
-    """Returns the rows of the kernel benchmark of the devices on which block footprints were measured."""
-    devices = group(rows_of("kernels.csv"), "device").values()
-    return [row for rows in devices if any(map(kernels_report.has_blocks, rows)) for row in rows]
+ORDINARY = re.compile(r"(x \d{3,}|768 x|384 x).*d (1|32|64|784|1024)\b")
+"""The sizes of the kernel benchmark that the page shows."""
+
+
+def kernel_rows() -> list[Row]:
+    """Returns the rows of the kernel benchmark of the sizes that the page shows."""
+    return [row for row in rows_of("kernels.csv") if ORDINARY.search(row["case"]) and "weights" not in row["case"]]
 
 
 def attention_rows() -> list[Row]:
@@ -83,6 +93,11 @@ def vit_rows(*parts: str) -> list[Row]:
 def packed_rows() -> list[Row]:
     """Returns the rows of the packed benchmark with its default sizes."""
     return rows_of("packed.csv", **{name: str(size) for name, size in packed.SIZE.items()})
+
+
+def switching_rows() -> list[Row]:
+    """Returns the rows of plain layers and of adaptive layers with default arguments."""
+    return [row for row in rows_of("hflayers.csv") if row["system"] in ("plain", "adaptive")]
 
 
 def part(command: str, rows: Sequence[Row], show: Show, package: str = "benchmarks") -> str:
@@ -104,9 +119,8 @@ def by_device(command: str, rows: Sequence[Row], show: Show) -> str:
     return "\n\n".join(f"**{device}**\n\n{part(command, mine, show)}" for (device,), mine in devices.items())
 
 
-def of_bags(show: Callable[[mil_report.Figures, Sequence[str]], str]) -> str:
+def of_bags(rows: Sequence[Row], show: Callable[[mil_report.Figures, Sequence[str]], str]) -> str:
     """Returns a table of the bag benchmark."""
-    rows = rows_of("mil.csv")
     return by_device("paper.mil run", rows, lambda mine: show(mil_report.arrange(mine), mil_report.data_sets(mine)))
 
 
@@ -135,7 +149,7 @@ right. The last column shows what each pixel adds to the score of the answer of 
 little, to yellow. `python -m benchmarks.search --picture LEVEL --rivals Euclid "trimmed L1" "sparse representation"`
 draws these pictures."""
 
-ANSWERED = {"faces_pixels": 0.8, "faces_occlusion": 0.5, "digits_pixels": 0.5, "digits_occlusion": 0.3}
+ANSWERED = {"faces_occlusion": 0.5, "digits_occlusion": 0.3}
 """Data set and kind of damage -> level of the drawn queries."""
 
 
@@ -156,77 +170,63 @@ def accuracy(rows: Sequence[Row]) -> str:
     return retrieval_report.level_table(rows, ["accuracy"])
 
 
-def error(rows: Sequence[Row]) -> str:
-    """Returns the table of retrieval errors, which the Bayes limits do not have."""
-    return retrieval_report.level_table([row for row in rows if row["error"]], ["error"])
+def single_damage(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows with one kind of damage, of 2,048 patterns and of the systems that the page discusses."""
+    kinds = ("mask", "noise", "bias")
+    shown = ("M-Hop", "U-Hop", "K2-Hop", "A-Hop, debias", "table alone, debias", retrieval_report.LIMIT)
+    alone = [row for row in rows if sum(float(row[kind]) > 0 for kind in kinds) == 1]
+    return [row for row in alone if row["patterns"] == "2048" and row["system"] in shown]
 
 
-SHORT = ("M-Hop", "A-Hop", "A-Hop, debias", "A-Hop, debias, table", retrieval_report.LIMIT, retrieval_report.GUESSED)
+STRONGEST = ("auc", "mask 0.75", "noise 2.0", "bias 2.0")
+"""The damages of bags that the page shows."""
+
 
 TABLES: dict[str, Callable[[], str]] = {
     "summary-accuracy": lambda: summary.accuracy(
         retrieval_rows("accuracy"), rows_of("mil.csv"), rows_of("images.csv"), rows_of("tabular.csv")
     ),
-    "summary-speed": lambda: summary.speed(
-        vit_rows("eager"), rows_of("kernels.csv"), packed_rows(), rows_of("retrieval_timing.csv")
-    ),
-    "summary-search": lambda: summary.search(rows_of("search.csv"), rows_of("search_costs.csv")),
+    "summary-speed": lambda: summary.speed(switching_rows(), vit_rows("eager"), rows_of("kernels.csv"), packed_rows()),
+    "summary-search": lambda: summary.search(rows_of("search.csv")),
     "summary-models": lambda: summary.models(rows_of("models.csv"), rows_of("models_timm.csv")),
     "vit": lambda: by_device("vit", vit_rows("eager", "compiled"), vit_report.report),
-    "vit-short": lambda: by_device("vit", vit_rows("eager", "compiled"), vit_report.short),
     "vit-attention": lambda: by_device("vit --parts attention", vit_rows("attention"), vit_report.of_attention),
     "vit-memory": lambda: by_device("vit --parts memory", vit_rows("memory"), vit_report.of_memory),
-    "vit-compile": lambda: by_device("vit --parts compile-time", vit_rows("compile-time"), vit_report.of_compile_time),
-    "kernels": lambda: by_device("kernels", rows_of("kernels.csv"), kernels_report.report),
-    "kernels-half": lambda: by_device(
-        "kernels", rows_of("kernels.csv", device="NVIDIA H200"), kernels_report.of_half_precision
-    ),
+    "kernels": lambda: by_device("kernels", kernel_rows(), kernels_report.report),
     "kernels-attention": lambda: by_device(
         "kernels --device cuda --only attention", attention_rows(), kernels_report.of_attention
     ),
-    "blocks": lambda: by_device("kernels", block_rows(), kernels_report.of_blocks),
-    "throughput": lambda: of_images("throughput"),
-    "timing": lambda: by_device(
-        "paper.retrieval --table timing", rows_of("retrieval_timing.csv"), retrieval_report.timing_table
-    ),
-    "hflayers": lambda: by_device("hflayers --original PATH", rows_of("hflayers.csv"), hflayers.report),
+    "blocks": lambda: by_device("kernels", kernel_rows(), kernels_report.of_blocks),
+    "hflayers": lambda: by_device("hflayers --original PATH", switching_rows(), hflayers.report),
     "projects": lambda: by_device("projects --original PATH", rows_of("projects.csv"), projects.report),
     "projects-adaptive": lambda: by_device(
         "projects --parts adaptive", rows_of("projects_adaptive.csv"), projects_adaptive.report
     ),
     "packed": lambda: part("packed", packed_rows(), packed.report),
     "retrieval": lambda: of_retrieval("accuracy", accuracy),
-    "retrieval-short": lambda: of_retrieval(
-        "accuracy", lambda rows: accuracy([row for row in rows if row["system"] in SHORT])
-    ),
-    "retrieval-error": lambda: of_retrieval("accuracy", error),
     "ablations": lambda: of_retrieval("ablations", accuracy),
     "multimodal": lambda: of_retrieval("multimodal", retrieval_report.pair_table),
-    "mixtures": lambda: of_retrieval("figure", retrieval_report.figure_table),
-    "bags": lambda: of_bags(mil_report.short_tables),
-    "bags-damaged": lambda: of_bags(mil_report.damage_table),
+    "mixtures": lambda: of_retrieval("figure", lambda rows: retrieval_report.figure_table(single_damage(rows))),
+    "bags": lambda: of_bags(rows_of("mil.csv"), mil_report.short_tables),
+    "bags-damaged": lambda: of_bags(
+        [row for row in rows_of("mil.csv") if row["measure"] in STRONGEST], mil_report.damage_table
+    ),
     "images": lambda: of_images("paper"),
     "images-damaged": lambda: of_images("working"),
-    "lookup-faces": lambda: by_device(
-        "paper.lookup --parts faces", rows_of("lookup.csv", part="faces"), lookup_report.face_table
-    ),
     "lookup-bags": lambda: by_device(
         "paper.lookup --parts bags", rows_of("lookup.csv", part="bags"), lookup_report.bag_table
     ),
-    "robust": lambda: by_device("robust", rows_of("robust.csv"), robust_report.levels),
+    "robust": lambda: by_device("robust", rows_of("robust.csv"), robust_report.short),
     "robust-missing": lambda: of_robust("missing", robust_report.missing),
-    "robust-pairs": lambda: of_robust("pairs", robust_report.pairs),
     "robust-ablation": lambda: of_robust("ablation", robust_report.ablation),
-    "robust-scale": lambda: of_robust("scale", robust_report.scale),
     "robust-confidence": lambda: of_robust("confidence", robust_report.confidence),
-    "search": lambda: part("search", rows_of("search.csv"), search_report.accuracy_table),
-    "ar": lambda: by_device("search --data ar --file AR_42_30.mat", rows_of("ar.csv"), ar.accuracy_table),
-    "search-time": lambda: by_device("search", rows_of("search.csv"), search_report.time_table),
+    "search": lambda: part("search", search_rows("search.csv"), search_report.accuracy_table),
+    "ar": lambda: by_device("search --data ar --file AR_42_30.mat", search_rows("ar.csv"), ar.accuracy_table),
+    "search-time": lambda: by_device("search", search_rows("search.csv"), search_report.time_table),
     "search-answers": search_answers,
     "models": lambda: part("models --parts run", rows_of("models.csv"), models_report.report, "tests"),
-    "models-names": lambda: part("models --parts count", rows_of("models_timm.csv"), models_report.of_names, "tests"),
     "search-costs": lambda: by_device("search_costs", rows_of("search_costs.csv"), search_costs.report),
-    "tabular": lambda: part("paper.tabular", rows_of("tabular.csv"), tabular_report.report),
+    "tabular": lambda: part("paper.tabular", rows_of("tabular.csv", settings="all rows"), tabular_report.short),
 }
 """The tables, by the NAME of their place."""
 
@@ -250,13 +250,6 @@ DRAWN = {
         " and digits (right). The dashed line is a fit from the damage itself, and the dotted line no fit. Points are"
         " means over the levels of damage and the splits. The accuracy axes do not start at zero.",
     ),
-    "kernels": Picture(
-        "Bar chart: speedup over plain PyTorch for each problem size, forward and forward + backward",
-        lambda: rows_of("kernels.csv"),
-        kernels_report.draw,
-        "Each pair of bars is the speedup over plain PyTorch for one problem size, on a logarithmic axis: forward"
-        " above, forward + backward below. At the vertical line, both are equally fast.",
-    ),
     "retrieval": Picture(
         "Heat map: accuracy of memories with twelve mixtures of masking, noise and bias",
         lambda: retrieval_rows("figure"),
@@ -273,22 +266,6 @@ DRAWN = {
         " area that is covered (right), for faces (top) and digits (bottom). The thick line is the adaptive memory."
         " Points are means over the splits.",
     ),
-    "mil": Picture(
-        "AUC of seven poolings against the strength of masking, noise and bias",
-        lambda: rows_of("mil.csv"),
-        mil_report.draw,
-        "Each line is the test AUC of a pooling by the strength of the damage, the mean over the data sets. In"
-        " the upper row only test bags are damaged, in the lower row all bags. Points of one strength are shifted"
-        " sideways so that they do not overlap. The AUC axis does not start at zero.",
-    ),
-    "images": Picture(
-        "Test accuracy of a ViT against the strength of noise, masking and color bias",
-        lambda: rows_of("images.csv", setup="working"),
-        images_report.draw,
-        "Each line is the test accuracy of an attention by the strength of the damage. Points are means over"
-        " the seeds, and bars reach from the lowest to the highest seed. Points of one strength are shifted"
-        " sideways so that they do not overlap.",
-    ),
 }
 """The plots, by the name of their file. The place of a plot is NAME-picture."""
 
@@ -304,29 +281,19 @@ def at_place(name: str) -> str:
     return f"![{alt}](pictures/{file}.svg)" + (f"\n\n*{caption}*" if caption else "")
 
 
-WRAPPED = ("models", "projects", "summary-accuracy", "summary-models", "summary-search", "summary-speed")
-"""The tables with long texts, whose cells may have several lines."""
-
-
-def fill(page: str, wide: bool = True) -> str:
-    """Returns the page with new content at every place, in a ``div`` of the site's own class if ``wide``."""
-
-    def content(place: re.Match[str]) -> str:
-        kind = "wide wrap" if place[2] in WRAPPED else "wide"
-        start, end = (f'<div class="{kind}" markdown>\n\n', "\n</div>\n") if wide else ("\n", "\n")
-        return f"{place[1]}{start}{at_place(place[2])}\n{end}{place[3]}"
-
-    return PLACE.sub(content, page)
+def fill(page: str) -> str:
+    """Returns the page with new content at every place."""
+    return PLACE.sub(lambda place: f"{place[1]}\n{at_place(place[2])}\n{place[3]}", page)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Fills all pages and draws all plots."""
     make_parser("harness.pages", __doc__).parse_args(arguments)
-    for path in FILLED:
+    for path in sorted(DOCS.glob("*.md")):
         page = path.read_text()
         places = [name for _, name, _ in PLACE.findall(page)]
         if places:
-            path.write_text(fill(page, wide=path != README))
+            path.write_text(fill(page))
             print(f"{path.relative_to(DOCS.parent)}: {', '.join(places)}")
     for name, picture in DRAWN.items():
         rows = picture.rows()

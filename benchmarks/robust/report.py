@@ -38,6 +38,25 @@ def levels(rows: Sequence[Row]) -> str:
     return "\n\n".join(texts)
 
 
+SHORT = ("Euclid", "L1", "trimmed L1", "clipped L1", "exp(-d/w)", "not fitted", "fitted, not sorted", "fitted")
+"""The methods of the short table."""
+
+
+def short(rows: Sequence[Row]) -> str:
+    """Mean accuracy over the splits: a line for each data set and for some levels of damage."""
+    body, times = [], []
+    for (name,), here in group(rows, "data").items():
+        levels = sorted({level for (level,) in group(here, "level") if float(level) >= 0}, key=float)
+        times.append(_mean([row for row in here if float(row["level"]) < 0]))
+        for level in levels if len(levels) < 6 else (levels[0], levels[2], *levels[4:]):
+            found = {
+                method: _mean(mine) for (method, at), mine in group(here, "method", "level").items() if at == level
+            }
+            body.append([_what(name), level, *bold_best([f"{found[method]:.3f}" for method in SHORT])])
+    title = f"Accuracy, {_splits(rows)}. A fit over all levels takes {min(times):.1f} to {max(times):.1f} s."
+    return title + "\n\n" + table(["data", "level", *SHORT], body)
+
+
 def missing(rows: Sequence[Row]) -> str:
     """Mean accuracy over the splits: a line for each data set and share of missing values."""
     methods = ("fitted", "not fitted", "L1", "Euclid")

@@ -22,10 +22,7 @@ def _accuracies(rows: Sequence[Row]) -> list[float]:
 
 
 def accuracy_table(rows: Sequence[Row]) -> str:
-    """Accuracy of each method at each level: mean and standard deviation over the splits. The best mean is bold.
-
-    A sentence below each table names the best methods and their levels.
-    """
+    """Accuracy of each method at each level: mean and standard deviation over the splits. The best mean is bold."""
     parts = []
     for (data, kind), here in group(rows, "data", "kind").items():
         levels = sorted((level for (level,) in group(here, "level")), key=float)
@@ -35,34 +32,27 @@ def accuracy_table(rows: Sequence[Row]) -> str:
         body = zip(methods, *map(bold_best, columns), strict=True)
         splits = len(group(here, "split"))
         caption = f"Accuracy on {data} by the fraction of {KINDS[kind]}, {splits} split{'s' * (splits > 1)}."
-        parts += [f"{caption}\n\n{table(['method', *levels], body)}", _winners(levels, methods, columns)]
-    return "\n\n".join(filter(None, parts))
-
-
-def _winners(levels: Sequence[str], methods: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
-    """Returns a sentence that names the best methods and their levels."""
-    best: dict[str, list[str]] = {}
-    for level, cells in zip(levels, columns, strict=True):
-        marked = zip(methods, bold_best(cells), strict=True)
-        for method in (name for name, cell in marked if cell.startswith("**")):
-            best.setdefault(method, []).append(level)
-    named = [f"{method} at {', '.join(best[method])}" for method in methods if method in best]
-    return f"Highest accuracy: {'; '.join(named)}." if len(methods) > 1 else ""
+        parts.append(f"{caption}\n\n{table(['method', *levels], body)}")
+    return "\n\n".join(parts)
 
 
 def time_table(rows: Sequence[Row]) -> str:
-    """Mean time of one training for all levels of a kind of damage, and of one query."""
-    parts = []
-    for (data,), here in group(rows, "data").items():
-        body = []
-        for (method,), same in group(here, "method").items():
-            trained = group(same, "kind", "split").values()
-            fit = mean(float(one[0]["fit_s"]) for one in trained)
+    """Mean time of one training for all levels of a kind of damage, and of one query; two columns for each data set."""
+    sets, body = [data for (data,) in group(rows, "data")], []
+    for (method,), mine in group(rows, "method").items():
+        cells = [method]
+        for data in sets:
+            same = [row for row in mine if row["data"] == data]
+            if not same:
+                cells += ["", ""]
+                continue
+            fit = mean(float(one[0]["fit_s"]) for one in group(same, "kind", "split").values())
             query = sum(float(row["query_s"]) for row in same) / sum(int(row["queries"]) for row in same)
-            body.append([method, number(fit) if fit > 1e-3 else "0", number(1000 * query)])
-        marked = bold_best_in_columns(body, {2: min})
-        parts.append(f"Time on {data}.\n\n{table(['method', 'training, s', 'query, ms'], marked)}")
-    return "\n\n".join(parts)
+            cells += [number(fit) if fit > 1e-3 else "0", number(1000 * query)]
+        body.append(cells)
+    marked = bold_best_in_columns(body, {2 * place: min for place in range(1, 1 + len(sets))})
+    header = (f"{data}: {column}" for data in sets for column in ("training, s", "query, ms"))
+    return table(["method", *header], marked)
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -7,7 +7,7 @@ To run: python -m benchmarks.paper.images paper|working|throughput|report [--hel
 - ``working``: a small ViT with augmentation, tested on clean images and on the variants of the paper: pixel noise,
   masked patches, and a constant bias of the colors, each with several strengths.
 - ``throughput``: images per second and peak memory of a small ViT in training and inference.
-- ``report``: tables of all rows, and the plot of accuracy against strength.
+- ``report``: tables of all rows.
 
 For each seed, all attentions start from the same weights and see the same batches. Training never uses test images. The
 tables show all learning rates: the best one of an attention is known only from the test images.
@@ -29,12 +29,11 @@ import torch
 
 from ahop_layers import AHopError
 from benchmarks.harness.command import add_data_dir, explain_missing_data, make_parser
-from benchmarks.harness.report import picture_for
 from benchmarks.harness.rows import RESULTS, ResultTable
 from benchmarks.images import READERS, load
 from benchmarks.paper.images.attentions import Attention
 from benchmarks.paper.images.measure import RATES, SETUPS, run
-from benchmarks.paper.images.report import draw, report
+from benchmarks.paper.images.report import report
 from benchmarks.paper.images.training import MODELS
 
 
@@ -42,12 +41,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = make_parser("paper.images", __doc__)
     commands = parser.add_subparsers(dest="setup", required=True)
-    output, picture = "CSV file (default: benchmarks/results/images.csv)", "plot of accuracy against strength"
     for name in (*SETUPS, "report"):
         command = commands.add_parser(name)
         add = command.add_argument
-        add("--output", type=Path, default=RESULTS / "images.csv", help=output)
-        add("--picture", type=Path, help=f"{picture} (default: docs/pictures, or next to --output)")
+        add(
+            "--output",
+            type=Path,
+            default=RESULTS / "images.csv",
+            help="CSV file (default: benchmarks/results/images.csv)",
+        )
         if name == "report":
             continue
         setup = SETUPS[name]
@@ -100,9 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run(options, setup, data, results)
     shown = (options.setup,) if measured else SETUPS
     print(report(results.rows, shown))
-    picture = options.picture or picture_for(options.output, "images")
-    if "working" in shown and draw(results.rows, picture):
-        print(f"\nplot: {picture}")
 
 
 if __name__ == "__main__":

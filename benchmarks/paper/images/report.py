@@ -4,9 +4,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from decimal import Decimal
-from pathlib import Path
 
-from benchmarks.harness.report import bold_best, bold_best_in_columns, drawing, group, table
+from benchmarks.harness.report import bold_best, bold_best_in_columns, group, table
 from benchmarks.harness.rows import Row
 from benchmarks.paper.figures import IMAGES
 
@@ -35,8 +34,8 @@ def by_attention(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def rate_tables(rows: Sequence[Row]) -> str:
-    """Three tables with a column per learning rate: accuracy, difference from the dot product, number of seeds.
+def rate_table(rows: Sequence[Row]) -> str:
+    """Accuracy with a column for each learning rate: mean and, of several seeds, the standard deviation.
 
     The best learning rate of an attention is bold if it was trained with several.
     """
@@ -47,24 +46,14 @@ def rate_tables(rows: Sequence[Row]) -> str:
     }
     names = sorted({row["attention"] for row in accuracies}, key=lambda name: (name != "dot", ":" in name, name))
     best = {name: max(statistics.mean(of[name].values()) for of in by_rate.values() if name in of) for name in names}
-    paper = IMAGES.get(rows[0]["settings"].split(",")[0], {})
-    accuracy, differences, counts = [], [], []
+    paper, body = IMAGES.get(rows[0]["settings"].split(",")[0], {}), []
     for name in names:
-        seeds = [of.get(name, {}) for of in by_rate.values()]
-        dots = [of.get("dot", {}) for of in by_rate.values()]
-        cells = [_spread(values) for values in seeds]
+        cells = [_spread(of.get(name, {})) for of in by_rate.values()]
         marked = bold_best(cells) if sum(map(bool, cells)) > 1 else cells
         gain = f"{best[name] - best['dot']:+.4f}" if "dot" in best and name != "dot" else ""
-        accuracy.append([name, *marked, gain, f"{paper[name]:.4f}" if name in paper else ""])
-        differences.append([name, *map(_difference, seeds, dots)])
-        counts.append([name, *(str(len(values) or "") for values in seeds)])
+        body.append([name, *marked, gain, f"{paper[name]:.4f}" if name in paper else ""])
     rates = [f"lr {Decimal(rate):f}" for rate in by_rate]
-    parts = [table(["attention", *rates, "best minus best of dot", "paper"], accuracy)]
-    compared = [line for line in differences if line[0] != "dot" and any(line[1:])]
-    if compared:
-        caption = "Accuracy minus that of the dot product with the same learning rate, mean over the seeds of both."
-        parts += [caption, table(["attention", *rates], compared)]
-    return "\n\n".join([*parts, "Number of seeds of each accuracy.", table(["attention", *rates], counts)])
+    return table(["attention", *rates, "best minus best of dot", "paper"], body)
 
 
 def _spread(seeds: dict[str, float]) -> str:
@@ -114,38 +103,8 @@ def speed_table(rows: Sequence[Row]) -> str:
 
 
 TABLES = {
-    "paper": (rate_tables, "Test accuracy with the paper's setup, by learning rate."),
+    "paper": (rate_table, "Test accuracy with the paper's setup, by learning rate."),
     "working": (damage_table, "Test accuracy of a small ViT on damaged images."),
     "throughput": (speed_table, "Throughput of a small ViT."),
 }
 """The table of a setup, and its caption."""
-
-
-def draw(rows: Sequence[Row], path: Path) -> bool:
-    """Draws the accuracy against the strength of the damage, from the last settings of the setup ``working``.
-
-    Each attention has a line with bars from the lowest to the highest seed. Returns False if there are no rows to draw.
-    """
-    working = list(group((row for row in rows if row["setup"] == "working"), "settings", "device").values())
-    if not working:
-        return False
-    found = by_attention(working[-1])
-    kinds = list(dict.fromkeys(row["measure"].split()[0] for row in working[-1] if " " in row["measure"]))
-    titles = {"noise": "pixel noise (standard deviation)", "mask": "fraction of masked patches", "bias": "color bias"}
-    with drawing(path, (3 * len(kinds), 3.4)) as figure:
-        for axis, kind in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
-            for place, (attention, measures) in enumerate(found.items()):
-                chosen = {0.0: measures["accuracy"]}
-                chosen |= {float(name.split()[1]): seeds for name, seeds in measures.items() if name.startswith(kind)}
-                means = [statistics.mean(seeds.values()) for seeds in chosen.values()]
-                reach = [[abs(f(seeds.values()) - mean) for seeds, mean in zip(chosen.values(), means, strict=True)]
-                         for f in (min, max)]  # fmt: skip
-                # Side by side: points of several attentions coincide.
-                shift = (place - (len(found) - 1) / 2) * 0.015 * max(chosen)
-                levels = [level + shift for level in chosen]
-                axis.errorbar(levels, means, reach, markersize=5, linewidth=1.2, capsize=3, label=attention)
-            axis.set(xlabel=titles.get(kind, kind))
-            axis.grid()
-        figure.axes[0].set_ylabel("test accuracy")
-        figure.axes[0].legend(frameon=False)
-    return True

@@ -26,10 +26,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness.command import add_data_dir, make_parser
-from benchmarks.harness.report import picture_for
 from benchmarks.harness.rows import RESULTS, ResultTable
 from benchmarks.paper.mil.measure import DATA, POOLINGS, run
-from benchmarks.paper.mil.report import PARTS, draw, report
+from benchmarks.paper.mil.report import PARTS, report
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -37,10 +36,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("paper.mil", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     measure = commands.add_parser("run", help="measure missing rows, then report")
-    for command in (measure, commands.add_parser("report", help="print the tables and draw the plot")):
+    for command in (measure, commands.add_parser("report", help="print the tables")):
         add = command.add_argument
         add("--output", type=Path, default=RESULTS / "mil.csv", help="CSV file (default: benchmarks/results/mil.csv)")
-        add("--picture", type=Path, help="plot of AUC against strength (default: docs/pictures, or next to --output)")
     add_data_dir(measure, "mil/")
     add = measure.add_argument
     add("--parts", nargs="+", choices=PARTS, default=tuple(PARTS), help="what to measure (default: all)")
@@ -63,9 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if measured:
         run(options, results)
     print(report(results.rows))
-    picture = options.picture or picture_for(options.output, "mil")
-    if draw(results.rows, picture):
-        print(f"\nplot: {picture}")
 
 
 if __name__ == "__main__":

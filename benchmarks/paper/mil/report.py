@@ -3,9 +3,8 @@
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks.harness.report import bold_best, bold_best_in_columns, drawing, group, table
+from benchmarks.harness.report import bold_best, bold_best_in_columns, group, table
 from benchmarks.harness.rows import Row
 from benchmarks.paper.figures import MIL
 
@@ -69,7 +68,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[str, str]:
 
 
 def difference(figures: Figures, part: str, measure: str, pooling: str, data: Sequence[str]) -> list[float]:
-    """Returns AUC minus that of M-Hop with the same folds and seeds: for each repeat, the mean over data sets."""
+    """Returns AUC minus the AUC of M-Hop with the same folds and seeds: for each repeat, the mean over data sets."""
     if not {"dot", pooling} <= set(complete(figures, part, measure, data)):
         return []
     mine, dot = figures[part][measure][pooling], figures[part][measure]["dot"]
@@ -92,7 +91,7 @@ def short_tables(figures: Figures, data: Sequence[str]) -> str:
             differences.append([NAMES[pooling], *(_paired(each) for each in pairs)])
     parts = [table(header, zip(*columns, strict=True))]
     if differences:
-        caption = "AUC minus that of M-Hop with the same folds and seeds: mean and standard error over the repeats."
+        caption = "AUC minus the AUC of M-Hop with the same folds and seeds: mean and standard error over the repeats."
         parts += [caption, table(["pooling", *data], differences)]
     return "\n\n".join(parts)
 
@@ -133,39 +132,3 @@ def damage_table(figures: Figures, data: Sequence[str]) -> str:
             body.append([f"{kind}, {PARTS[part]}" if strength else "none", strength, *cells, paired])
     header = ["damage", "strength", *(NAMES[pooling] for pooling in poolings), "A-Hop minus M-Hop"]
     return table(header, body)
-
-
-def draw(rows: Sequence[Row], path: Path) -> bool:
-    """Draws the AUC, averaged over data sets, against the strength of the damage, with a line for each pooling.
-
-    Uses the rows of the last device. Returns False, and draws nothing, if the clean AUC of a data set is missing.
-    """
-    devices = list(group(rows, "device").values())
-    figures, data = (arrange(devices[-1]), data_sets(devices[-1])) if devices else ({}, [])
-    if not devices or not complete(figures, "nested", "auc", data):
-        return False
-    titles = {
-        "mask": "fraction of masked features",
-        "noise": "noise (standard deviations)",
-        "bias": "bias (standard deviations)",
-    }
-    parts = [part for part in PARTS if figures[part]]
-    with drawing(path, (9, 3.2 * len(parts) + 0.6)) as figure:
-        for row, part in zip(figure.subplots(len(parts), 3, sharey=True, squeeze=False), parts, strict=True):
-            for axis, (kind, title) in zip(row, titles.items(), strict=True):
-                poolings = complete(figures, "nested", "auc", data)
-                for place, pooling in enumerate(poolings):
-                    points = {0.0: mean_over(figures, "nested", "auc", pooling, data)}
-                    for measure in figures[part]:
-                        if measure.startswith(kind) and pooling in complete(figures, part, measure, data):
-                            points[float(measure.split()[1])] = mean_over(figures, part, measure, pooling, data)
-                    # Side by side: points of several poolings coincide.
-                    shift = (place - (len(poolings) - 1) / 2) * 0.012 * max(points)
-                    levels = [level + shift for level in points]
-                    axis.plot(levels, list(points.values()), markersize=5, linewidth=1.2, label=NAMES[pooling])
-                axis.set(xlabel=title, title=f"damaged: {PARTS[part]}")
-                axis.grid()
-            row[0].set_ylabel("test AUC, mean over data sets")
-        labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(*labels, loc="outside lower center", ncols=4, frameon=False)
-    return True

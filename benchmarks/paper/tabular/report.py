@@ -4,7 +4,7 @@ import json
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.harness.report import bold_best_in_columns, group, table
+from benchmarks.harness.report import bold_best, bold_best_in_columns, group, table
 from benchmarks.harness.rows import Row
 from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.tabular.models import MODELS, Parameters
@@ -43,6 +43,21 @@ def report(rows: Sequence[Row]) -> str:
             header = ["model", "trials", "runs", *columns, "measured on"]
             parts += [caption, table(header, bold_best_in_columns(body, {3: max, 7: max}))]
     return "\n\n".join(parts)
+
+
+SHORT = ("M-Hop", "K2-Hop", "A-Hop", "Random Forest", "XGBoost", "XGBoost, categories", "HistGradientBoosting")
+"""The models of the short table."""
+
+
+def short(rows: Sequence[Row]) -> str:
+    """Mean and standard deviation over the runs, a line for each data set, and the paper's A-Hop."""
+    body = []
+    for (name,), mine in group(rows, "set").items():
+        main = "roc_auc" if name in AREA_SETS else "accuracy"
+        cells = {model: _figures([row for row in mine if row["model"] == model], main, main, None) for model in SHORT}
+        shown = [f"{cell[2]} ± {cell[3]}" for cell in cells.values()]
+        body.append([f"{name}, {TITLES[main]}", *bold_best(shown), f"{TABULAR[name]['A-Hop']:.4f}"])
+    return table(["data set", *SHORT, "A-Hop, paper"], body)
 
 
 def _figures(cells: Sequence[Row], main: str, other: str, paper: float | None) -> list[str]:
