@@ -43,13 +43,13 @@ def quantiles(values: Tensor, shares: Sequence[float]) -> list[float]:
 
 
 def octaves(widths: Sequence[float]) -> list[float]:
-    """Rounds ``widths`` to powers of two of the smallest: the CPU kernel computes one exponential for all of them.
+    """Rounds ``widths`` to powers of two of the largest: the CPU kernel computes one exponential for all of them.
 
-    >>> octaves([1.0, 2.5, 7.0])
-    [1.0, 2.0, 8.0]
+    >>> octaves([1.0, 3.5, 8.0])
+    [1.0, 4.0, 8.0]
     """
-    smallest = min(widths)
-    return [smallest * 2.0 ** round(math.log2(width / smallest)) for width in widths]
+    largest = max(widths)
+    return [largest * 2.0 ** round(math.log2(width / largest)) for width in widths]
 
 
 @torch.no_grad()

@@ -135,9 +135,9 @@ class _Setting(NamedTuple):
 def _setting(unit: Tensor | None, patterns: Tensor, bases: Sequence[BaseArgument], queries: Candidates) -> _Setting:
     """Adds the bases of baselines, and the widths of all."""
     named: list[BaseArgument] = [*bases, "dis", *(("clip", q) for q in CLIPPED_QUANTILES)]
-    shares = [1.0 if isinstance(base, str) else base[1] for base in named]
-    found = octaves(quantiles(differences(patterns), shares))
-    widths = [1.0 if isinstance(base, str) else width for base, width in zip(named, found, strict=True)]
+    shares = [base[1] for base in named if not isinstance(base, str)]
+    found = iter(octaves(quantiles(differences(patterns), shares)))
+    widths = [1.0 if isinstance(base, str) else next(found) for base in named]
     distinct: dict[tuple[str, float], int] = {}
     for row in range(len(bases)):  # discrete values may give several quantiles the same width
         distinct.setdefault((_kind(named[row]), widths[row]), row)
