@@ -58,6 +58,17 @@ def test_the_default_is_the_mean_of_saturating_bases():
     torch.testing.assert_close(memory.scores(query), expected)
 
 
+@pytest.mark.parametrize("fit", [False, True])
+def test_widths_differ_by_powers_of_two(fit):
+    """So that the CPU kernel computes one exponential for all."""
+    similarity = (fitted() if fit else ah.AssociativeMemory(random(60, 12))).similarity
+    near = torch.tensor([name == "near" for name in similarity.names])
+    near &= similarity.w.detach().any(-1)
+    octave = torch.log2(similarity.widths[near] / similarity.widths[near].min())
+    assert len(octave.unique()) > 1
+    assert torch.equal(octave, octave.round())
+
+
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
 def test_a_stored_pattern_finds_and_retrieves_itself_at_any_scale(scale):
     memory = ah.AssociativeMemory(scale * (random(300, 16) - 0.5))

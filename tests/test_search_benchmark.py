@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import benchmarks.search.__main__ as command
-from benchmarks import search_costs
+from benchmarks import search_costs, search_recall
 from benchmarks.harness.rows import read
 from benchmarks.search import ar, data, measure, packaged, rivals
 from benchmarks.search.data import Images, ReplacedPixels
@@ -127,3 +127,18 @@ def test_searches_are_timed_and_reported(tmp_path, monkeypatch, capsys, small_fi
     assert exact - 0.1 < listed <= exact + 0.02
     assert exact > 0.5
     assert "| 600 | shortlist of 200 | 3 | " in shown
+
+
+def test_recall_of_shortlists_is_measured_and_reported(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("faiss", reason="a shortlist needs FAISS")
+    monkeypatch.setattr(search_recall, "SHORTLISTS", (100,))
+    output = tmp_path / "recall.csv"
+    few = ["--sizes", "400", "--queries", "50", "--repeats", "1", "--dim", "16"]
+    search_costs.main(["--recall", *few, "--output", str(output)])
+    rows, shown = read(output), capsys.readouterr().out
+    assert len(rows) == 5 * 4 + 4 * 3  # shares and methods: exact, shortlist, and FAISS
+    recall = {tuple(row[name] for name in ("damage", "share", "method")): float(row["recall"]) for row in rows}
+    assert recall["replaced", "0.3", "exact"] > 0.9
+    assert recall["missing", "0.5", "exact"] > 0.9
+    assert recall["replaced", "0.5", "FAISS, flat"] < recall["replaced", "0.5", "shortlist of 100"]
+    assert "Recall among 400 patterns by the share of values replaced" in shown

@@ -19,17 +19,16 @@ from ahop_layers.memory.learn.auto import AutoSimilarity
 from ahop_layers.memory.learn.candidates import some_patterns
 from ahop_layers.memory.learn.questions import Pairs
 from ahop_layers.memory.learn.solve import FitReport, Shortlist, learn
-from ahop_layers.memory.search import Queries, Scorer
+from ahop_layers.memory.search import Scorer
 from ahop_layers.memory.storage import Stored
 from ahop_layers.memory.variants import Variant, as_damage
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity.protocol import is_solvable
 
 BIAS_QUERIES = 8192  # number of queries from which a bias is estimated
-SHORTLIST_QUERIES = 512  # number of queries by which the length of a shortlist is chosen
+SHORTLIST_QUERIES = 128  # number of queries by which the length of a shortlist is chosen
 SHORTLIST_RECALL = 0.99  # share of what an exact search finds that it keeps
 SHORTEST_SHORTLIST, LONGEST_SHORTLIST = 2**5, 2**13
-TIMED_QUERIES = 8  # number of queries of a search that is timed
 
 
 @contextmanager
@@ -106,35 +105,27 @@ def fit(
 def _measure_shortlist(scorer: Scorer, data: Variant | Pairs, by_label: bool, generator: torch.Generator) -> Shortlist:
     """Finds a length that keeps the recall SHORTLIST_RECALL with damaged queries, or all patterns if none does.
 
-    An exact search would take long. What it finds is the best of the longest shortlist and the pattern that a query
-    was made of. A query for which that is another pattern does not count.
+    A query for which an exact search finds another pattern than the one it was made of does not count.
     """
-    stored, origin = scorer.stored, None
+    stored = scorer.stored
     if isinstance(data, Variant):
         origin = torch.randint(stored.count, (SHORTLIST_QUERIES,), generator=generator)
-        rows = data(stored.sample(origin), generator)
-    else:
-        rows, origin = data[1][:SHORTLIST_QUERIES], None if by_label else data[0][:SHORTLIST_QUERIES]
-    rows = scorer.within_reach(rows.to(stored.dtype))
-    asked = Queries(rows, stored.unknown or has_unknown(rows=rows), (len(rows),))
-    index = scorer.nearest(rows, min(LONGEST_SHORTLIST, stored.count))
-    scores = scorer.candidate_scores(rows, index, asked.missing)
-    best, rank = scores.max(1)
-    if origin is not None:
-        own = scorer.candidate_scores(rows, origin[:, None], asked.missing)[:, 0] >= best
-        at = index == origin[:, None]
-        rank = torch.where(at.any(1), at.int().argmax(1), stored.count)[own]
-    rank = rank if len(rank) else torch.full((1,), stored.count)  # no query is answered rightly
+        data = origin, data(stored.sample(origin), generator)
+    origin, rows = (each[:SHORTLIST_QUERIES] for each in data)
+    asked = scorer.queries(rows, "fit")
+
+    def search(shortlist: int | None) -> tuple[Tensor, float]:
+        began = time.perf_counter()
+        found = scorer.search(asked, 1, shortlist)[1]
+        return found, (time.perf_counter() - began) / len(rows)
+
+    best, exact_seconds = search(None)
+    at = scorer.nearest(asked.rows, min(LONGEST_SHORTLIST, stored.count)) == best
+    rank = torch.where(at.any(1), at.int().argmax(1), stored.count)
+    rank = rank if by_label or not (right := best[:, 0] == origin).any() else rank[right]
     needed = rank.sort().values[max(0, math.ceil(SHORTLIST_RECALL * len(rank)) - 1)].item() + 1
     length = min(stored.count, 2 ** math.ceil(math.log2(max(needed, SHORTEST_SHORTLIST))))
-
-    def seconds(shortlist: int | None) -> float:
-        began = time.perf_counter()
-        scorer.search(asked._replace(rows=rows[:TIMED_QUERIES]), 1, shortlist)
-        return (time.perf_counter() - began) / len(rows[:TIMED_QUERIES])
-
-    recall = (rank < length).double().mean().item()
-    return Shortlist(length, recall, seconds(length), seconds(None))
+    return Shortlist(length, (rank < length).double().mean().item(), search(length)[1], exact_seconds)
 
 
 def _read_damage(damage: Any, scorer: Scorer, by_label: bool) -> Variant | Pairs:

@@ -1,5 +1,6 @@
 """Scales of stored patterns: widths of saturating bases, and units of dimensions."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -39,6 +40,16 @@ def quantiles(values: Tensor, shares: Sequence[float]) -> list[float]:
     low, start = (torch.cat([each.new_zeros(1), each])[place].double() for each in (distinct, reached))
     rest = (reached.new_tensor(shares) - start) / (reached[place] - start)
     return (low + (distinct[place].double() - low) * rest).tolist()
+
+
+def octaves(widths: Sequence[float]) -> list[float]:
+    """Rounds ``widths`` to powers of two of the largest: the CPU kernel computes one exponential for all of them.
+
+    >>> octaves([1.0, 3.5, 8.0])
+    [1.0, 4.0, 8.0]
+    """
+    largest = max(widths)
+    return [largest * 2.0 ** round(math.log2(width / largest)) for width in widths]
 
 
 @torch.no_grad()

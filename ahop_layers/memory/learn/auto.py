@@ -11,6 +11,7 @@ from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import accumulation_dtype, unfold
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
 from ahop_layers.similarity.protocol import Solvable
+from ahop_layers.similarity.widths import octaves
 
 BASES: tuple[BaseArgument, ...] = ("l1", *(("near", q) for q in (0.02, 0.05, 0.1, 0.2, 0.5)))
 OPTIONAL: tuple[BaseArgument, ...] = ("dot",)  # bases that a fit adds if they pay: they need a sort of their own
@@ -43,6 +44,8 @@ class AutoSimilarity(AdaptiveSimilarity):
         options: Any = {"device": patterns.device, "dtype": accumulation_dtype(patterns.dtype)}
         super().__init__(patterns.shape[1], None, (*BASES, *OPTIONAL, *ALONE), "uniform", **options)
         self.fix_scales_(patterns)
+        near = [row for row, name in enumerate(self.names) if name == "near"]
+        self.widths[near] = self.widths.new_tensor(octaves(self.widths[near].tolist()))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

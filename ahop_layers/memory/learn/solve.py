@@ -30,7 +30,7 @@ from ahop_layers.memory.learn.regression import PENALTY, Problem, solutions, tri
 from ahop_layers.ops.reference import accumulation_dtype, fold
 from ahop_layers.similarity.adaptive import BaseArgument
 from ahop_layers.similarity.protocol import Solvable, is_solvable
-from ahop_layers.similarity.widths import differences, quantiles, units
+from ahop_layers.similarity.widths import differences, octaves, quantiles, units
 
 CLIPPED_QUANTILES = (0.05, 0.2, 0.5)  # quantiles at which the differences of clipped L1 are clipped
 TRIAL_QUERIES = 256  # number of queries of a trial of other units or bases
@@ -135,8 +135,9 @@ class _Setting(NamedTuple):
 def _setting(unit: Tensor | None, patterns: Tensor, bases: Sequence[BaseArgument], queries: Candidates) -> _Setting:
     """Adds the bases of baselines, and the widths of all."""
     named: list[BaseArgument] = [*bases, "dis", *(("clip", q) for q in CLIPPED_QUANTILES)]
-    found = quantiles(differences(patterns), [1.0 if isinstance(base, str) else base[1] for base in named])
-    widths = [1.0 if isinstance(base, str) else width for base, width in zip(named, found, strict=True)]
+    shares = [base[1] for base in named if not isinstance(base, str)]
+    found = iter(octaves(quantiles(differences(patterns), shares)))
+    widths = [1.0 if isinstance(base, str) else next(found) for base in named]
     distinct: dict[tuple[str, float], int] = {}
     for row in range(len(bases)):  # discrete values may give several quantiles the same width
         distinct.setdefault((_kind(named[row]), widths[row]), row)
