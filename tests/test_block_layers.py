@@ -88,7 +88,8 @@ def test_users_see_patterns_in_their_own_order(blocks):
     patterns = memory.patterns.clone()
     memory.scores(patterns)
     learned = {f"similarity.{name}" for name in memory.similarity.state_dict()}
-    assert set(memory.state_dict()) == {"patterns", "beta", "calibration", "foreign", "fit_counts", *learned}
+    own = {"patterns", "beta", "calibration", "foreign", "fit_counts", "shortlist"}
+    assert set(memory.state_dict()) == own | learned
     for stored in (memory.patterns, memory.state_dict()["patterns"]):
         assert torch.equal(stored, patterns)
     scores = memory.similarity(query, patterns)

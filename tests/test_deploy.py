@@ -408,8 +408,8 @@ def test_reading_changes_nothing_and_a_calibration_is_that_of_the_last_fit(rows,
     memory.fit(ah.variants.Noisy(0.1))
     fitted = memory.calibration.clone()
     memory.add(torch.rand(500, 12))
-    assert memory.threshold() > 0
-    assert (memory.search(9 * rows).confidence < 0.5).all()
+    assert 0 < memory.threshold() < 1
+    assert (memory.search(9 * rows).confidence < memory.threshold()).all()
     assert torch.equal(memory.calibration, fitted)
     assert memory.half().foreign.dtype == torch.float32
 
