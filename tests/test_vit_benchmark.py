@@ -1,5 +1,7 @@
 """The benchmark of vision transformers: every part runs, and its candidates sort."""
 
+import math
+
 import pytest
 import torch
 from frameworks import framework
@@ -31,7 +33,7 @@ def test_memory_and_first_calls_are_measured(tmp_path, monkeypatch):
     vit.main([*few, "--output", str(tmp_path / "vit.csv")])
     memory, calls = (read(tmp_path / "vit.csv")[part] for part in (slice(0, 2), slice(2, 4)))
     assert [row["settings"] for row in memory] == ["256 tokens, length 16", "256 tokens, length 64"]
-    assert all(float(row["MB"]) >= 0 for row in memory)
+    assert all(math.isfinite(float(row["MB"])) for row in memory)  # this process may even free some
     assert vit_report.of_memory(memory).splitlines()[-1].startswith("| full | ")
     assert [(row["settings"], row["kernels"]) for row in calls] == [("length 5", "0"), ("length 7", "0")]
     assert all(float(row["seconds"]) > 0 for row in calls)
