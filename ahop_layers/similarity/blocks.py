@@ -18,7 +18,8 @@ SLICE_ELEMENTS = 2**21  # number of elements of stored patterns that are process
 
 BlocksArgument = Any
 """None, ``"auto"``, an integer, an integer tensor or array, or a :class:`~ahop_layers.Blocks`."""
-AUTO_DIMENSIONS, AUTO_BLOCKS = 16, range(4, 9)  # "auto" cuts at least so many dimensions, into so many blocks
+AUTO_DIMENSIONS = 16  # fewer dimensions have full footprints with "auto"
+AUTO_BLOCKS = range(4, 9)  # numbers of blocks that "auto" tries, in this order
 
 
 @dataclass(frozen=True, eq=False, repr=False)
