@@ -33,13 +33,16 @@ CASES = [
     if d < 500 or shape[2] < 66  # the reference of many pairs takes seconds
 ]
 FLOAT, HALVES = torch.float32, (torch.float16, torch.bfloat16)
+BOTH = ("dis", "dot")
 SUBSETS = (("dis",), ("dot",), ("l1",), ("dot", "dis"), ("l1", "dot"))
 OTHERS = {
     "subset of bases": [((2, 2, 4, 33), n, 24, bases, FLOAT) for bases in SUBSETS for n in (24, 8)],
     "half precision": [((2, 2, 3, 37), n, 20, ALL, dtype) for dtype in HALVES for n in (20, 5)],
     "several chunks of queries and tiles of keys": [((1, 1, 150, 500), n, 9, ALL, FLOAT) for n in (9, 3)],
-    "few blocks, ranked in registers, with gradients that are products": [
-        ((1, 2, 70, 69), n, 4 * n, bases, FLOAT) for n in (2, 3, 16) for bases in (("dot",), ("l1", "dot", "dis"))
+    "few blocks, ranked in registers, some of them by products": [
+        ((1, 2, 70, 69), n, 4 * n, bases, FLOAT)
+        for n in (2, 3, 4, 6, 8, 16)
+        for bases in (("dis",), ("l1", "dot", "dis"))
     ],
 }
 SMALL = ((1, 1, 1, 33), (2, 3, 5, 3), (1, 2, 9, 2), (20, 2, 1, 1))
@@ -164,6 +167,21 @@ def test_against_reference(shape, n, d, dtype):
 def test_other_inputs_against_reference(shape, n, d, bases, dtype):
     query, key, weight = inputs(*shape, d, bases, blocks=n)
     check(query.to(dtype), key.to(dtype), weight, bases)
+
+
+@pytest.mark.parametrize("n", [4, 7])
+def test_products_of_blocks_keep_their_digits_far_from_zero(n):
+    """Equal keys have equal scores, in whatever panel they are, and NaN stays in its row."""
+    query, key, weight = inputs(1, 2, 21, 700, 8 * n, BOTH, blocks=n)
+    query, key, weight = (tensor.float() for tensor in (query + 30, key + 30, weight))
+    key[:, :, 600:] = key[:, :, :100]
+    check(query, key, weight, BOTH)
+    scores = cpu.score(query, key, weight, BOTH)
+    assert torch.equal(scores[..., :100], scores[..., 600:])
+    query[0, 1, 3, 5] = torch.nan
+    nan = torch.zeros_like(scores, dtype=torch.bool)
+    nan[0, 1, 3] = True
+    assert torch.equal(cpu.score(query, key, weight, BOTH).isnan(), nan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

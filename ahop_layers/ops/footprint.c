@@ -37,7 +37,8 @@ enum { DIS, DOT, L1, NEAR };
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
 enum { NEED_QUERY = 1, NEED_KEY = 2, NEED_WEIGHT = 4 };
 enum { END, SORT2, SORT4, SORT8, SORT16, SORT32, MERGE32, CHAIN1, CHAIN2, CHAIN3, CHAIN4 };
-enum { ABREAST = 4, MAX_VECTORS = 20, QUERY_CHUNK = 64, MIN_TASKS = 64, ALIGNMENT = 64, SPREAD = 13 };
+enum { ABREAST = 4, FEW = 8, MAX_VECTORS = 20, MAX_WIDE = 32, QUERY_CHUNK = 64 };
+enum { MIN_TASKS = 64, ALIGNMENT = 64, SPREAD = 13 };
 enum { RUN = 64 }; /* sums are added up in runs of this length, which limits the growth of rounding errors */
 /* How similarities enter a network: unchanged; with NaN set aside; tagged; tagged and clamped to finite values; with
  * unknown ones last. */

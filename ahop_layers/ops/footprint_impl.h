@@ -204,10 +204,9 @@ typedef struct {
     int32_t *places, *used, most_used;
     double *integrals;
     V *sums, *grad, *values, *ordered, *key_grad, *query_grad, *weight_grad;
-    /* For FN(add_products), else NULL: `values` of DIS, followed by `values` of DOT; keys minus `origin`, d
-     * numbers; slopes summed over columns and over rows, [DIS or DOT][row or column][block]. */
-    V *both_values, *shifted, *row_sums, *column_sums;
-    T *origin;
+    /* For products, else NULL, see FN(shift): d equal lanes; keys minus `origin`; [row or column][DIS or DOT][FEW]: terms
+     * of queries and of keys, slopes summed over columns and over rows. */
+    V *origin, *shifted, *query_terms, *key_terms, *row_sums, *column_sums;
 } FN(buffers);
 
 /* Copy the vectors from `first` on into the lanes of a panel. Lanes past the last vector repeat it: zeros would create
@@ -441,6 +440,19 @@ INLINE void FN(sum_run)(int32_t base, FN(width) near, const V *query, const V *k
         }
 }
 
+/* The same for `width` dimensions, in runs. */
+INLINE void FN(sum_block)(int32_t base, FN(width) near, const V *query, const V *keys, int64_t pitch, int64_t width,
+                          int64_t queries, int64_t columns, V *sum)
+{
+    FN(sum_run)(base, near, query, keys, pitch, 0, least(RUN, width), queries, columns, sum);
+    for (int64_t i = RUN; i < width; i += RUN) {
+        V run[QUERIES * ABREAST];
+        FN(sum_run)(base, near, query, keys, pitch, i, least(i + RUN, width), queries, columns, run);
+        UNROLL for (int r = 0; r < queries; r++)
+            UNROLL for (int j = 0; j < columns; j++) sum[r * ABREAST + j] += run[r * ABREAST + j];
+    }
+}
+
 #define ENTER(mode)                                                             \
     UNROLL for (int r = 0; r < queries; r++)                                    \
         UNROLL for (int j = 0; j < columns; j++) {                              \
@@ -462,13 +474,7 @@ INLINE void FN(sum_tile)(int32_t base, int mode, const FN(buffers) *at, INT mask
     for (; block < end; block++, query += width, keys += width) {
         const I tag = (I){0} + (INT)block;
         V sum[QUERIES * ABREAST];
-        FN(sum_run)(base, at->width, query, keys, pitch, 0, least(RUN, width), queries, columns, sum);
-        for (int64_t i = RUN; i < width; i += RUN) {
-            V run[QUERIES * ABREAST];
-            FN(sum_run)(base, at->width, query, keys, pitch, i, least(i + RUN, width), queries, columns, run);
-            UNROLL for (int r = 0; r < queries; r++)
-                UNROLL for (int j = 0; j < columns; j++) sum[r * ABREAST + j] += run[r * ABREAST + j];
-        }
+        FN(sum_block)(base, at->width, query, keys, pitch, width, queries, columns, sum);
         switch (mode) {
         case PLAIN: ENTER(PLAIN)
         case TAGGED: ENTER(TAGGED)
@@ -533,7 +539,7 @@ static void FN(split_keys)(plan_t *plan, int64_t bytes)
     const int64_t all = ceil_div(call->count, LANES);
     const int64_t rows = (call->d + column_height(call->d)) / 2; /* average of keys and sorted columns */
     const int64_t room = (call->blocks < call->d ? BLOCK_BYTES : bytes) / (rows * BYTES);
-    const int64_t fit = least(MAX_VECTORS, most(ABREAST, room));
+    const int64_t fit = least(call->blocks < call->d ? MAX_WIDE : MAX_VECTORS, most(ABREAST, room));
     plan->vectors = least(all, ceil_div(ceil_div(all, ceil_div(all, fit)), ABREAST) * ABREAST);
     plan->panels = ceil_div(all, plan->vectors);
 }
@@ -546,15 +552,20 @@ static int64_t FN(enough_tasks)(const plan_t *plan)
     return most(MIN_TASKS, call->n * call->heads * call->length * keys * call->d * call->n_bases / TASK_WORK);
 }
 
-/* Returns whether FN(add_products) saves time, because blocks are wide and enough queries share the shifted keys, and
- * takes little memory. Without DIS there is nothing to save. */
+/* Returns whether a network sorts up to FEW rows in one step, in registers. */
+INLINE int FN(is_few)(const step_t *network)
+{
+    return network->code != END && network->code <= SORT8 && network[1].code == END;
+}
+
+/* Returns whether products save time, see FN(shift): a few wide blocks, DIS, and enough queries for the shifted keys. */
 static int FN(uses_products)(const call_t *call)
 {
-    const int wide = call->d >= 4 * call->blocks, small = call->d <= 2048 && call->blocks <= 64;
+    const int wide = call->d >= 4 * call->blocks && call->d <= 512 && call->blocks > 2;
     int dis = 0;
     for (int64_t b = 0; b < call->n_bases; b++)
         dis |= call->bases[b] == DIS;
-    return dis && wide && small && call->length >= 2 * QUERIES; /* which is not so if paired */
+    return dis && wide && FN(is_few)(call->network) && call->length >= 2 * QUERIES; /* which is not so if paired */
 }
 
 /* Place the buffers of a thread in its scratch area. Returns the size of the area. */
@@ -595,13 +606,14 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
         buffers->key_grad = take(&arena, panel);
         buffers->query_grad = take(&arena, queries);
         buffers->weight_grad = take(&arena, weights * BYTES);
-        if (FN(uses_products)(call)) {
-            buffers->both_values = take(&arena, 2 * (blocks + 1) * columns * BYTES);
-            buffers->shifted = take(&arena, panel);
-            buffers->row_sums = take(&arena, 2 * rows * blocks * BYTES);
-            buffers->column_sums = take(&arena, 2 * vectors * blocks * BYTES);
-            buffers->origin = take(&arena, d * (int64_t)sizeof(T));
-        }
+    }
+    if (FN(uses_products)(call)) {
+        buffers->origin = take(&arena, d * BYTES);
+        buffers->shifted = take(&arena, panel);
+        buffers->query_terms = take(&arena, 2 * FEW * rows * BYTES);
+        buffers->key_terms = take(&arena, 2 * FEW * vectors * BYTES);
+        buffers->row_sums = take(&arena, 2 * FEW * rows * BYTES);
+        buffers->column_sums = take(&arena, 2 * FEW * vectors * BYTES);
     }
     return arena.used;
 }
@@ -671,6 +683,146 @@ static void FN(sort_and_weigh)(const step_t *network, const FN(buffers) *at, con
         else
             ACROSS(FN(weigh), L1, at, weights, 0)
     }
+}
+
+/* DIS and DOT of a few wide blocks come from one product of each block. With an origin o near the keys, q' = q - o and
+ * k' = k - o,
+ *     |q - k|^2 = q'.q' + k'.k' - 2 q'.k',    q.k = o.q' + o.k + q'.k'.
+ * Far from zero, products of q and k themselves would lose digits. The origin is the mean of LANES keys of a head, so it
+ * does not depend on the panel. */
+static void FN(choose_origin)(const call_t *call, int64_t n, int64_t h, const FN(buffers) *at)
+{
+    const int64_t *stride = call->key_stride;
+    int64_t offset[LANES];
+    for (int lane = 0; lane < LANES; lane++)
+        offset[lane] = n * stride[0] + h * stride[1] + lane * call->count / LANES * stride[2];
+    FN(load)(call->key, call->dtype, offset, LANES, stride[3], at->d, (T *)at->shifted);
+    const int special = FN(special)((const T *)at->shifted, at->d * LANES);
+    for (int64_t i = 0; i < at->d; i++) {
+        T mean = 0;
+        UNROLL for (int lane = 0; lane < LANES; lane++) mean += at->shifted[i][lane] / LANES;
+        at->origin[i] = (V){0} + (special ? 0 : mean);
+    }
+}
+
+/* Subtract the origin from `columns` queries or keys from v on, and compute the terms of each block. Blocks from `blocks`
+ * to FEW get a key term that is sorted last. */
+INLINE void FN(shift)(const FN(buffers) *at, const V *from, V *to, int are_keys, V *terms, int64_t v, int64_t columns)
+{
+    const int64_t pitch = at->pitch, width = at->d / at->blocks;
+    from += v * pitch, to += v * pitch, terms += 2 * v * FEW;
+    for (int64_t block = 0, i = 0; block < FEW; block++) {
+        V dis[ABREAST] = {{0}}, dot[ABREAST] = {{0}};
+        for (int64_t end = i + width; block < at->blocks && i < end; i++)
+            UNROLL for (int j = 0; j < columns; j++) {
+                const V x = from[j * pitch + i], shifted = x - at->origin[i];
+                to[j * pitch + i] = shifted;
+                dis[j] += shifted * shifted;
+                dot[j] += at->origin[i] * (are_keys ? x : shifted);
+            }
+        const T last = block >= at->blocks && are_keys ? HUGE_T : 0;
+        UNROLL for (int j = 0; j < columns; j++) terms[2 * j * FEW + block] = dis[j] + last;
+        UNROLL for (int j = 0; j < columns; j++) terms[(2 * j + 1) * FEW + block] = dot[j] + last;
+    }
+}
+
+static void FN(shift_keys)(const call_t *call, int64_t n, int64_t h, const FN(buffers) *at, int64_t vectors)
+{
+    FN(choose_origin)(call, n, h, at);
+    ACROSS(FN(shift), at, at->keys, at->shifted, 1, at->key_terms)
+}
+
+/* Shift `rows` queries. The others of a tile become zero. */
+static void FN(shift_queries)(const FN(buffers) *at, int64_t rows)
+{
+    for (int64_t row = rows; row < QUERIES; row++)
+        memset(at->query + row * at->pitch, 0, (size_t)(at->d * BYTES));
+    const int64_t vectors = QUERIES;
+    ACROSS(FN(shift), at, at->query, at->query, 0, at->query_terms)
+}
+
+/* Multiply shifted queries and keys block by block, for all rows by `columns` columns. */
+INLINE void FN(multiply)(int size, const FN(buffers) *at, int64_t v, int64_t columns, V *products)
+{
+    const int64_t pitch = at->pitch, width = at->d / at->blocks;
+    const V *keys = at->shifted + v * pitch;
+    for (int64_t block = 0; block < size; block++, products += QUERIES * ABREAST)
+        if (block < at->blocks)
+            FN(sum_block)(DOT, at->width, at->query + block * width, keys + block * width, pitch, width, QUERIES,
+                          columns, products);
+        else
+            memset(products, 0, (size_t)(QUERIES * ABREAST * BYTES));
+}
+
+/* Returns in x the values of a pair's blocks, in the order of a network. */
+INLINE void FN(from_products)(int base, int size, const FN(buffers) *at, const V *products, int64_t row, int64_t v, V *x)
+{
+    const V *query = at->query_terms + (2 * row + base) * FEW, *key = at->key_terms + (2 * v + base) * FEW;
+    UNROLL for (int i = 0; i < size; i++) {
+        const V product = products[i * QUERIES * ABREAST];
+        x[i] = query[i] + key[i] + product * (T)(base == DIS ? -2 : 1);
+    }
+}
+
+/* Load the weights of a base, with zeros for padded blocks. */
+INLINE void FN(load_few)(int size, const FN(buffers) *at, int64_t place, V *weights)
+{
+    UNROLL for (int i = 0; i < size; i++)
+        weights[i] = (V){0} + (i < at->blocks ? at->weights[place * at->blocks + i] : 0);
+}
+
+#define SORT_FEW if (size == 4) { APPLY(S4, ROWS4) } else { APPLY(S8, ROWS8) }
+
+/* Add to the sums of all rows by `columns` columns. `bases` has a bit for DIS and one for DOT. */
+INLINE void FN(score_tile)(int bases, int size, const FN(buffers) *at, const int64_t *places, int64_t vectors, int64_t v,
+                           int64_t columns)
+{
+    V products[FEW * QUERIES * ABREAST];
+    FN(multiply)(size, at, v, columns, products);
+    UNROLL for (int base = DIS; base <= DOT; base++) {
+        V weights[FEW];
+        if (!(bases & 1 << base))
+            continue;
+        FN(load_few)(size, at, places[base], weights);
+        for (int64_t row = 0; row < QUERIES; row++)
+            UNROLL for (int j = 0; j < columns; j++) {
+                V r[FEW], *sum = at->sums + row * vectors + v + j;
+                FN(from_products)(base, size, at, products + row * ABREAST + j, row, v + j, r);
+                SORT_FEW
+                UNROLL for (int i = 0; i < size; i++) *sum += weights[i] * r[i];
+            }
+    }
+}
+
+/* Returns a bit for each of DIS and DOT that products compute, and their places among the bases: those with different
+ * weights, or with `all` both. */
+static int FN(find_products)(const call_t *call, const FN(buffers) *at, int all, int64_t *places)
+{
+    int found = 0;
+    for (int64_t b = 0; b < call->n_bases; b++)
+        if (call->bases[b] <= DOT && (all || at->ranks[b] == at->blocks)) {
+            found |= 1 << call->bases[b];
+            places[call->bases[b]] = b;
+        }
+    return at->shifted && found & 1 << DIS ? found : 0;
+}
+
+/* Call a function for all columns of a panel, with constants for the bases and the number of rows to sort. */
+#define PRODUCTS(function, bases)                                               \
+    if (at->blocks > 4) {                                                       \
+        if ((bases) == 1 << DIS)                                                \
+            ACROSS(function, 1 << DIS, 8, at, places, vectors)                  \
+        else                                                                    \
+            ACROSS(function, 1 << DIS | 1 << DOT, 8, at, places, vectors)       \
+    } else if ((bases) == 1 << DIS)                                             \
+        ACROSS(function, 1 << DIS, 4, at, places, vectors)                      \
+    else                                                                        \
+        ACROSS(function, 1 << DIS | 1 << DOT, 4, at, places, vectors)
+
+static void FN(score_products)(int bases, const FN(buffers) *at, const int64_t *places, int64_t rows, int64_t vectors)
+{
+    FN(shift_queries)(at, rows);
+    PRODUCTS(FN(score_tile), bases)
 }
 
 /* Compute the weights of lanes that know m blocks: the integral of the weights over m intervals of equal length. */
@@ -841,6 +993,8 @@ static void FN(forward_rows)(const call_t *call, const FN(buffers) *at, int64_t 
 {
     const int mode = !special ? PLAIN : call->missing ? UNKNOWN_LAST : NAN_ASIDE;
     int64_t sorted[2] = {0}, near = 0; /* bases that need sorted |q-k| and q*k of single dimensions */
+    int64_t places[2];
+    const int products = special ? 0 : FN(find_products)(call, at, 0, places);
     memset(at->sums, 0, (size_t)(rows * vectors * BYTES));
     for (int64_t b = 0; b < call->n_bases; b++)
         if (at->blocks == at->d && (mode == NAN_ASIDE || !FN(is_flat)(at, b))) {
@@ -853,7 +1007,9 @@ static void FN(forward_rows)(const call_t *call, const FN(buffers) *at, int64_t 
     for (int64_t b = 0; b < call->n_bases; b++) {
         const int64_t ranks = special ? at->blocks : at->ranks[b];
         const T *weights = at->weights + b * at->blocks;
-        if (!ranks || mode == UNKNOWN_LAST || (mode == PLAIN && at->widths[b].merged) || (ranks == at->d && share && call->bases[b] != DOT))
+        const int in_products = ranks > 1 && products >> call->bases[b] & 1;
+        const int is_shared = ranks == at->d && share && call->bases[b] != DOT;
+        if (!ranks || mode == UNKNOWN_LAST || (mode == PLAIN && at->widths[b].merged) || is_shared || in_products)
             continue;
         if (ranks == at->d) {
             for (int64_t row = 0; row < rows; row++) {
@@ -871,6 +1027,8 @@ static void FN(forward_rows)(const call_t *call, const FN(buffers) *at, int64_t 
             FN(sort_and_weigh)(all.network, &some, weights, least(MAX_VECTORS, rows * vectors - c));
         }
     }
+    if (products)
+        FN(score_products)(products, at, places, rows, vectors);
     for (int dot = 0; dot < 2; dot++)
         if (sorted[dot] && (mode == UNKNOWN_LAST || (share && !dot)))
             FN(forward_shared)(call, at, dot, mode, rows, vectors);
@@ -891,6 +1049,8 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
         FN(integrate)(call, &at);
     for (int64_t n = group * call->n / plan->groups; n < (group + 1) * call->n / plan->groups; n++) {
         const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
+        if (at.shifted)
+            FN(shift_keys)(call, n, h, &at, vectors);
         T *scores = (T *)call->scores + n * stride[0] + h * stride[1] + first * stride[3];
         for (int64_t l = chunk * QUERY_CHUNK; l < end; l += QUERIES) {
             const int64_t rows = least(QUERIES, end - l);
@@ -899,7 +1059,9 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
             for (int64_t row = 0; row < rows; row++) {
                 const T *sums = (const T *)(at.sums + row * vectors);
                 T *to = scores + (l + row) * stride[2];
-                for (int64_t lane = 0; lane < width; lane++)
+                if (stride[3] == 1)
+                    memcpy(to, sums, (size_t)width * sizeof(T));
+                for (int64_t lane = 0; stride[3] != 1 && lane < width; lane++)
                     to[lane * stride[3]] = sums[lane];
             }
         }
@@ -1013,12 +1175,6 @@ INLINE void FN(add_weights)(const FN(buffers) *at, const T *weights, V *weight_g
     FN(add_sorted)(at->ordered, at->grad + first, weight_grad, blocks, columns);
 }
 
-/* Returns whether a network sorts up to 8 rows in one step, which FN(rank_few) does in registers. */
-INLINE int FN(is_few)(const step_t *network)
-{
-    return network->code != END && network->code <= SORT8 && network[1].code == END;
-}
-
 #undef NOTE
 #define NOTE(a, b) swapped[count++] = (a) > (b);
 #define UNDO(a, b)                                                              \
@@ -1068,7 +1224,6 @@ static void FN(rank_few)(int32_t code, const FN(buffers) *at, const T *weights, 
     }
 }
 
-#undef UNDO
 #undef NOTE
 #define NOTE(a, b)
 
@@ -1158,86 +1313,75 @@ static __attribute__((noinline)) void FN(add_slopes)(int32_t base, const FN(buff
     }
 }
 
-/* DIS and DOT together, for blocks `block` to `end`: with the slopes a of DIS and b of DOT, a query has the gradient
- *     sum a (q - k) + b k = sum (b - a) (k - o) + (q - o) sum a + o sum b
+/* DIS and DOT by products, see FN(shift): with the slopes a of DIS and b of DOT, a query has the gradient
+ *     sum a (q - k) + b k = sum (b - a) k' + q' sum a + o sum b
  * and a key the same with q and k exchanged. A product with b - a replaces one with each of them. This function also
- * adds up a and b; FN(add_sums) adds the other terms, once per query and key. The origin o is the mean key: far from
- * zero, q and k themselves would lose digits. */
-INLINE void FN(product_tile)(int bases, const FN(buffers) *at, int64_t rows, int64_t vectors, int64_t block,
-                             int64_t end, int64_t row, int64_t queries, int64_t v, int64_t columns)
+ * adds up a and b; FN(add_sums) adds the other terms, once per query and key. */
+#undef NOTE
+#define NOTE(a, b) swapped[count++] = (a) > (b);
+INLINE void FN(product_tile)(int bases, int size, const FN(buffers) *at, const int64_t *places, int64_t vectors,
+                             int64_t v, int64_t columns)
 {
-    const int64_t pitch = at->pitch, blocks = at->blocks, rank_pitch = blocks + 1, width = at->d / blocks;
-    const int64_t c = row * vectors + v;
-    const V *query = at->query + row * pitch, *keys = at->shifted + v * pitch, *grads = at->grad + c;
-    V *query_grad = at->query_grad + row * pitch, *key_grad = at->key_grad + v * pitch;
-    for (; block < end; block++) {
-        V factor[QUERIES * ABREAST] = {{0}};
-        UNROLL for (int base = DIS; base <= DOT; base++) {
-            const V *weights = at->both_values + (base * rows * vectors + c) * rank_pitch + block;
-            V *by_row = at->row_sums + (base * QUERIES + row) * blocks + block, row_sum[QUERIES] = {{0}};
-            V *by_column = at->column_sums + (base * vectors + v) * blocks + block, column_sum[ABREAST] = {{0}};
-            if (!(bases & 1 << base))
-                continue;
-            UNROLL for (int r = 0; r < queries; r++)
-                UNROLL for (int j = 0; j < columns; j++) {
-                    const V slope = weights[(r * vectors + j) * rank_pitch] * grads[r * vectors + j];
-                    V *to = factor + r * ABREAST + j;
-                    *to = base == DIS ? *to - slope : *to + slope;
-                    row_sum[r] += slope;
-                    column_sum[j] += slope;
+    const int64_t blocks = at->blocks, width = at->d / blocks, tile = QUERIES * ABREAST;
+    V products[FEW * QUERIES * ABREAST], factor[FEW * QUERIES * ABREAST];
+    FN(multiply)(size, at, v, columns, products);
+    UNROLL for (int base = DIS; base <= DOT; base++) {
+        V weights[FEW], total[FEW] = {{0}};
+        if (!(bases & 1 << base))
+            continue;
+        FN(load_few)(size, at, places[base], weights);
+        UNROLL for (int j = 0; j < columns; j++) {
+            V by_column[FEW] = {{0}}, *column_sums = at->column_sums + (2 * (v + j) + base) * FEW;
+            for (int64_t row = 0; row < QUERIES; row++) {
+                const V grad = at->grad[row * vectors + v + j];
+                V r[FEW], *row_sums = at->row_sums + (2 * row + base) * FEW;
+                I swapped[4 * FEW];
+                int count = 0;
+                FN(from_products)(base, size, at, products + row * ABREAST + j, row, v + j, r);
+                SORT_FEW
+                UNROLL for (int i = 0; i < size; i++) total[i] += grad * r[i];
+                UNROLL for (int i = 0; i < size; i++) r[i] = grad * weights[i];
+                if (size == 4) { APPLY(US4, ROWS4) } else { APPLY(US8, ROWS8) }
+                UNROLL for (int i = 0; i < size; i++) {
+                    V *to = factor + i * tile + row * ABREAST + j;
+                    if (base == DIS)
+                        *to = -r[i];
+                    else
+                        *to = *to + r[i];
+                    row_sums[i] += r[i];
+                    by_column[i] += r[i];
                 }
-            UNROLL for (int r = 0; r < queries; r++) by_row[r * blocks] += row_sum[r];
-            UNROLL for (int j = 0; j < columns; j++) by_column[j * blocks] += column_sum[j];
+            }
+            UNROLL for (int i = 0; i < size; i++) column_sums[i] += by_column[i];
         }
-        FN(slope_run)(DOT, factor, query, keys, pitch, block * width, (block + 1) * width, queries, columns, query_grad,
-                      key_grad);
+        for (int64_t i = 0; i < blocks; i++)
+            at->weight_grad[places[base] * blocks + i] += total[i];
     }
+    for (int64_t block = 0; block < blocks; block++)
+        FN(slope_run)(DOT, factor + block * tile, at->query, at->shifted + v * at->pitch, at->pitch, block * width,
+                      (block + 1) * width, QUERIES, columns, at->query_grad, at->key_grad + v * at->pitch);
+}
+#undef UNDO
+#undef NOTE
+#define NOTE(a, b)
+
+/* Add (x - o) sum a + o sum b to the gradients of `count` queries or keys, given x - o. */
+static void FN(add_sums)(const FN(buffers) *at, const V *x, const V *sums, int64_t count, V *grad)
+{
+    const int64_t width = at->d / at->blocks;
+    for (int64_t each = 0; each < count; each++, x += at->pitch, grad += at->pitch, sums += 2 * FEW)
+        for (int64_t block = 0, i = 0; block < at->blocks; block++)
+            for (const int64_t end = i + width; i < end; i++)
+                grad[i] += sums[block] * x[i] + sums[FEW + block] * at->origin[i];
 }
 
-/* Add (x - o) sum a + o sum b to the gradients of `count` queries or keys, given their columns x - o. */
-static void FN(add_sums)(const FN(buffers) *at, const V *x, const V *sums, int64_t capacity, int64_t count, V *grad)
+/* Add to the gradients of queries, keys and weights. */
+static void FN(add_products)(int bases, const FN(buffers) *at, const int64_t *places, int64_t rows, int64_t vectors)
 {
-    const int64_t blocks = at->blocks, width = at->d / blocks;
-    for (int64_t each = 0; each < count; each++, x += at->pitch, grad += at->pitch)
-        for (int64_t block = 0; block < blocks; block++) {
-            const V a = sums[each * blocks + block], b = sums[(capacity + each) * blocks + block];
-            for (int64_t i = block * width; i < (block + 1) * width; i++)
-                grad[i] += a * x[i] + b * at->origin[i];
-        }
-}
-
-/* Add to the gradients of queries and keys. `bases` has a bit for DIS and one for DOT. */
-static void FN(add_products)(int bases, const FN(buffers) *at, int64_t rows, int64_t vectors)
-{
-    const int64_t step = most(1, RUN * at->blocks / at->d);
-    memset(at->row_sums, 0, (size_t)(2 * QUERIES * at->blocks * BYTES));
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t i = 0; i < at->d; i++)
-            at->query[row * at->pitch + i] -= at->origin[i];
-    for (int64_t block = 0; block < at->blocks; block += step) {
-        const int64_t end = least(block + step, at->blocks);
-        switch (bases) {
-        case 1 << DIS: TILES(FN(product_tile), 1 << DIS, at, rows, vectors, block, end) break;
-        case 1 << DOT: TILES(FN(product_tile), 1 << DOT, at, rows, vectors, block, end) break;
-        default: TILES(FN(product_tile), 1 << DIS | 1 << DOT, at, rows, vectors, block, end)
-        }
-    }
-    FN(add_sums)(at, at->query, at->row_sums, QUERIES, rows, at->query_grad);
-}
-
-/* Choose the mean of a panel's keys as origin. */
-static void FN(shift_keys)(const FN(buffers) *at, int64_t vectors)
-{
-    for (int64_t i = 0; i < at->d; i++) {
-        V sum = {0};
-        T mean = 0;
-        for (int64_t v = 0; v < vectors; v++)
-            sum += at->keys[v * at->pitch + i];
-        UNROLL for (int lane = 0; lane < LANES; lane++) mean += sum[lane];
-        at->origin[i] = mean /= (T)(vectors * LANES);
-        for (int64_t v = 0; v < vectors; v++)
-            at->shifted[v * at->pitch + i] = at->keys[v * at->pitch + i] - mean;
-    }
+    FN(shift_queries)(at, rows);
+    memset(at->row_sums, 0, (size_t)(2 * FEW * QUERIES * BYTES));
+    PRODUCTS(FN(product_tile), bases)
+    FN(add_sums)(at, at->query, at->row_sums, rows, at->query_grad);
 }
 
 /* Returns the sum of all lanes of row i. */
@@ -1254,8 +1398,8 @@ static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t
 {
     const int by_rank = (call->need & (NEED_QUERY | NEED_KEY)) != 0;
     const int mode = by_rank && special ? BOUNDED : by_rank && !FN(is_few)(at->network) ? TAGGED : PLAIN;
-    const int products = at->shifted && by_rank && !special;
-    int together = 0; /* bases for FN(add_products) */
+    int64_t places[2];
+    const int products = by_rank && !special ? FN(find_products)(call, at, call->need & NEED_WEIGHT, places) : 0;
     INT mask = 0;
     while (mask < at->blocks - 1)
         mask = 2 * mask + 1;
@@ -1263,7 +1407,10 @@ static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t
         const int32_t base = call->bases[b];
         const T *weights = at->weights + b * at->blocks;
         V *weight_grad = at->weight_grad + b * at->blocks;
-        if (!special && !(call->need & NEED_WEIGHT) && at->ranks[b] <= 1) {
+        const int flat = !special && !(call->need & NEED_WEIGHT) && at->ranks[b] <= 1;
+        if (!flat && products >> base & 1)
+            continue;
+        if (flat) {
             const FN(buffers) all = FN(one_block)(at);
             for (int64_t c = 0; c < rows * vectors; c++)
                 all.values[2 * c] = (V){0} + weights[0];
@@ -1278,23 +1425,18 @@ static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t
                     FN(add_slopes)(base, &one, 1, vectors);
             }
         } else {
-            FN(buffers) each = *at;
-            if (products && base != L1)
-                each.values = at->both_values + base * rows * vectors * (at->blocks + 1);
-            FN(fill_blocks)(base, mode, &each, mask, rows, vectors);
+            FN(fill_blocks)(base, mode, at, mask, rows, vectors);
             for (int64_t c = 0; c < rows * vectors; c += MAX_VECTORS) {
-                const FN(buffers) some = FN(from_column)(&each, c);
+                const FN(buffers) some = FN(from_column)(at, c);
                 FN(sort_and_rank)(at->network, &some, weights, weight_grad, mask, by_rank, mode,
                                   least(MAX_VECTORS, rows * vectors - c));
             }
-            if (products && base != L1)
-                together |= 1 << base;
-            else if (by_rank)
+            if (by_rank)
                 FN(add_slopes)(base, at, rows, vectors);
         }
     }
-    if (together)
-        FN(add_products)(together, at, rows, vectors);
+    if (products)
+        FN(add_products)(products, at, places, rows, vectors);
 }
 
 /* Write the sums of the first `lanes` lanes to gradients that are `step` apart, or with `again` add them. */
@@ -1329,7 +1471,7 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
     FN(load_weights)(call, h, 2, &at);
     memset(at.key_grad, 0, (size_t)(at.pitch * plan->vectors * BYTES));
     memset(at.weight_grad, 0, (size_t)(weights * BYTES));
-    const size_t sums_bytes = (size_t)(2 * plan->vectors * call->blocks * BYTES);
+    const size_t sums_bytes = (size_t)(2 * FEW * plan->vectors * BYTES);
     if (at.shifted)
         memset(at.column_sums, 0, sums_bytes);
     for (int64_t n = group * call->n / groups; n < (group + 1) * call->n / groups; n++)
@@ -1340,20 +1482,24 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
             const int64_t place = (call->paired ? first * call->heads + h : pair * call->count + first) * d;
             const int64_t step = call->paired ? call->heads * d : d;
             const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
-            const int shifted = at.shifted && !special_keys;
-            if (shifted)
-                FN(shift_keys)(&at, vectors);
+            if (at.shifted)
+                FN(shift_keys)(call, n, h, &at, vectors);
             memset(at.grad, 0, (size_t)((call->paired ? 1 : QUERIES) * vectors * BYTES));
             for (int64_t row = 0; row < plan->rows; row += QUERIES) {
                 const int64_t rows = least(QUERIES, plan->rows - row), l = plan->first + row, end = row + rows;
                 const int special = FN(load_queries)(call, n, h, l, rows, first, vectors, &at) | special_keys;
                 for (int64_t r = 0; r < rows; r++) {
                     const int64_t origin = n * stride[0] + h * stride[1] + (l + r) * stride[2];
+                    const T *from = (const T *)call->scores + origin + first * stride[3];
                     T *grad = (T *)(at.grad + r * vectors);
-                    for (int64_t key = 0; key < keys; key++)
-                        grad[key] = ((const T *)call->scores)[origin + (first + key) * stride[3]];
+                    if (stride[3] == 1)
+                        memcpy(grad, from, (size_t)keys * sizeof(T));
+                    for (int64_t key = 0; stride[3] != 1 && key < keys; key++)
+                        grad[key] = from[key * stride[3]];
                 }
-                memset(at.query_grad, 0, (size_t)((call->paired ? vectors : rows) * at.pitch * BYTES));
+                if (rows < QUERIES && !call->paired)
+                    memset(at.grad + rows * vectors, 0, (size_t)((QUERIES - rows) * vectors * BYTES));
+                memset(at.query_grad, 0, (size_t)((call->paired ? vectors : QUERIES) * at.pitch * BYTES));
                 FLUSH(FN(is_few)(at.network) && !special)
                 FN(backward_rows)(call, &at, rows, vectors, special);
                 FLUSH(0)
@@ -1367,8 +1513,8 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
                         query_grad[i] += FN(total)(at.query_grad + r * at.pitch, i);
                 }
                 if (call->need & NEED_KEY && (end % QUERY_CHUNK == 0 || end == plan->rows)) {
-                    if (shifted) {
-                        FN(add_sums)(&at, at.shifted, at.column_sums, vectors, vectors, at.key_grad);
+                    if (at.shifted && !special_keys) {
+                        FN(add_sums)(&at, at.shifted, at.column_sums, vectors, at.key_grad);
                         memset(at.column_sums, 0, sums_bytes);
                     }
                     FN(flush_lanes)(at.key_grad, at.pitch, (T *)call->key_grad + place, step, d, keys,
