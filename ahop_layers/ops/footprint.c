@@ -18,6 +18,8 @@
  * ones of its lane. Lanes differ in m, and each weighs its column with the row of m in a table of stretched weights.
  *
  * footprint_impl.h holds the code of one instruction set and element type; this file includes it for each of them. */
+#define _GNU_SOURCE /* RTLD_DEFAULT */
+#include <dlfcn.h>
 #include <fenv.h>
 #include <float.h>
 #include <pthread.h>
@@ -25,6 +27,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -71,9 +74,12 @@ typedef struct {
     int64_t missing; /* NaN is an unknown value; `blocks` is d or 1; without a backward pass */
 } call_t;
 
+typedef struct plan plan_t;
+typedef void body_t(const plan_t *plan, int64_t task, char *scratch);
+
 /* How a call is split into tasks. The split depends on the shape alone, so sums are
  * added in the same order for any number of threads. */
-typedef struct {
+struct plan {
     const call_t *call;
     int64_t vectors, panels;  /* vectors of keys in a panel; number of panels */
     int64_t groups;           /* parts of the batch */
@@ -83,59 +89,61 @@ typedef struct {
     void *query_partial;      /* [n][head][tile][row][d], or NULL if one tile holds all keys */
     double *weight_partial;   /* [head][group][tile][base][block] */
     int64_t tasks, scratch_bytes;
-    atomic_llong next;        /* next task */
-} plan_t;
-
-typedef void body_t(const plan_t *plan, int64_t task, char *scratch);
-
-typedef struct {
     body_t *body;
-    plan_t *plan;
-    char *scratch;
-} worker_t;
+    void *scratch;            /* of all threads */
+    atomic_llong next, started; /* next task; number of threads that have started */
+};
 
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static void *work(void *argument)
+static void work(void *argument)
 {
-    worker_t *worker = argument;
-    plan_t *plan = worker->plan;
+    plan_t *plan = argument;
+    char *scratch = (char *)plan->scratch + atomic_fetch_add(&plan->started, 1) * plan->scratch_bytes;
     fenv_t environment;
     fegetenv(&environment);
     fesetenv(FE_DFL_ENV); /* if denormals were flushed to zero, tagged words would compare as equal */
     for (int64_t task; (task = atomic_fetch_add(&plan->next, 1)) < plan->tasks;)
-        worker->body(plan, task, worker->scratch);
+        plan->body(plan, task, scratch);
     fesetenv(&environment);
+}
+
+static void *start(void *plan)
+{
+    work(plan);
     return NULL;
 }
 
-/* Run all tasks. Threads live for one call: a fork loses none of them, and
- * callers share nothing. */
+static pid_t home;
+static __attribute__((constructor)) void remember_process(void) { home = getpid(); }
+
+/* Run all tasks on the threads of PyTorch's OpenMP: others would compete with these, which wait actively for a while
+ * after each operation. In a forked process, where they do not exist, or without OpenMP, threads live for one call. */
 static int run(body_t *body, plan_t *plan)
 {
     const int64_t threads = most(1, least(plan->call->threads, plan->tasks));
     int64_t started = 0;
-    worker_t *workers = malloc((size_t)threads * sizeof *workers);
-    pthread_t *handles = malloc((size_t)threads * sizeof *handles);
-    void *scratch = NULL;
+    plan->body = body;
     atomic_store(&plan->next, 0);
-    const size_t bytes = (size_t)(threads * plan->scratch_bytes);
-    const int failed = !workers || !handles || posix_memalign(&scratch, ALIGNMENT, bytes);
-    if (!failed) {
-        for (int64_t i = 0; i < threads; i++)
-            workers[i] = (worker_t){body, plan, (char *)scratch + i * plan->scratch_bytes};
-        while (started + 1 < threads && !pthread_create(&handles[started], NULL, work, &workers[started + 1]))
+    atomic_store(&plan->started, 0);
+    if (posix_memalign(&plan->scratch, ALIGNMENT, (size_t)(threads * plan->scratch_bytes)))
+        return FAILED;
+    void *openmp = threads > 1 && getpid() == home ? dlsym(RTLD_DEFAULT, "GOMP_parallel") : NULL;
+    pthread_t *handles = openmp ? NULL : malloc((size_t)threads * sizeof *handles);
+    if (openmp)
+        ((void (*)(void (*)(void *), void *, unsigned, unsigned))openmp)(work, plan, (unsigned)threads, 0);
+    else {
+        while (handles && started + 1 < threads && !pthread_create(&handles[started], NULL, start, plan))
             started++;
-        work(&workers[0]);
+        work(plan);
         while (started)
             pthread_join(handles[--started], NULL);
     }
-    free(scratch);
     free(handles);
-    free(workers);
-    return failed ? FAILED : DONE;
+    free(plan->scratch);
+    return DONE;
 }
 
 /* Distance in rows from one sorted column to the next: a power of two, so no group of rows crosses the end of a column,
