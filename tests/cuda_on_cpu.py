@@ -16,7 +16,6 @@ KERNELS = {
     "score_backward.cu": dict.fromkeys(
         ("score_prepare", "score_backward", "score_sum", "score_sum_weights"), "ScoreCall"
     ),
-    "score_tiles.cu": {"score_tiles": "TileScore"},
 }
 LAUNCH = """
 extern "C" void launch_{name}(const {parameter}* p, int thread_blocks, int threads, int bytes) {{

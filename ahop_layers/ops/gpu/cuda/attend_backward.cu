@@ -1,5 +1,4 @@
 // Fused attention, backward, in three kernels: a sum per query, all gradients, and the sum of the weights' gradients.
-// With SCORES, the same without attention: the gradients of the scores are given, in place of the mask.
 //
 // A block has one or more items: all keys of a head, or a strip of them. A warp owns 16 keys at a time and keeps their
 // gradients in registers. Tiles of queries pass through a ring in shared memory. The warps visit each of them in the
@@ -88,7 +87,7 @@ KERNEL void attend_statistics(const Backward p) {
     const bool exists = place < (i64)p.batch * p.heads * padded;
     const int index = exists ? place / padded : 0, row = exists ? place % padded : 0;
     float total = 0;
-    if (!SCORES && exists && row < p.length && member < WIDTH_CHUNKS) {
+    if (exists && row < p.length && member < WIDTH_CHUNKS) {
         const i64 n = index / p.heads, h = index % p.heads;
         float out[8], grad[8];
         const int left = VALUE - 8 * member;
@@ -99,8 +98,7 @@ KERNEL void attend_statistics(const Backward p) {
 #pragma unroll
     for (int distance = 1; distance < LANES; distance *= 2) total += shuffle_xor(total, distance);
     if (!exists || member) return;
-    const bool counts = !SCORES && row < p.length;
-    const float log_sum = counts ? p.log_sum[(i64)index * p.length + row] * LOG_UNIT : INFINITE;
+    const float log_sum = row < p.length ? p.log_sum[(i64)index * p.length + row] * LOG_UNIT : INFINITE;
     p.statistics[place] = make_float2(log_sum, total);
     if (row % ROWS == 0) p.turns[1 + place / ROWS] = 0;
 }
@@ -174,8 +172,7 @@ struct OwnKeys {
         first = start;
         sync_warp();
         copy_rows<Points>(address, p.key.at(n, h), p.key.row, first, ROWS, p.count, lane.index, 32);
-        if (!SCORES)
-            copy_rows<Values>(address + SECOND, p.value.at(n, h), p.value.row, first, ROWS, p.count, lane.index, 32);
+        copy_rows<Values>(address + SECOND, p.value.at(n, h), p.value.row, first, ROWS, p.count, lane.index, 32);
         copies_commit();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -192,7 +189,7 @@ struct OwnKeys {
         sync_warp();
         const int next = first + WARPS * ROWS + lane.index % ROWS;  // of this warp, unless the item ends before
         if (next < p.count && lane.index < ROWS) prefetch(p.key.at(n, h) + next * p.key.row);
-        if (next < p.count && lane.index >= ROWS && !SCORES) prefetch(p.value.at(n, h) + next * p.value.row);
+        if (next < p.count && lane.index >= ROWS) prefetch(p.value.at(n, h) + next * p.value.row);
     }
 
     // Stores the gradients of the keys and values.
@@ -206,9 +203,8 @@ struct OwnKeys {
         if (DIS) subtract_rows(key_grad, sum, own, lane);
         const int left = p.count - first;
         store_rows<Points>(key_grad, 1, 1, own, p.key_grad.at(n, h) + first * p.key_grad.row, p.key_grad.row, left, lane);
-        if (!SCORES)
-            store_rows<Values>(value_grad, 1, 1, own + SECOND, p.value_grad.at(n, h) + first * p.value_grad.row,
-                              p.value_grad.row, left, lane);
+        store_rows<Values>(value_grad, 1, 1, own + SECOND, p.value_grad.at(n, h) + first * p.value_grad.row,
+                           p.value_grad.row, left, lane);
     }
 
     // Prepares the queries of head `index` of N * H.
@@ -261,7 +257,6 @@ struct OwnKeys {
         for (int i = 0; i < TOGETHER; ++i)
             similarities[i].compute(keys, tile_address + 8 * (half + i) * DIM_BYTES + lane.quad<DIM>(), norms,
                                     tile + NORMS + 8 * NORM * (half + i) + lane.norm(), ROWS);
-        if (SCORES) return;
         u32 values[own_words(WIDTH)], streamed[streamed_words(WIDTH)];
         load_own<WIDTH>(values, address + SECOND + lane.pair<WIDTH>());
 #pragma unroll
@@ -293,25 +288,21 @@ struct OwnKeys {
                     for (int j = 0; j < N; ++j) score = fmaf(x[i][j], exponents[i][j], score);
                 }
                 const int column = query + lane.column + side;
-                if (SCORES) {
-                    grads[side] = pairs.number(column, key);
-                } else {
-                    score = pairs.masked(score, column, key);
-                    const float log_sum = side ? at_columns.z : at_columns.x;
-                    float share = exp2_approx(SINGLE ? fmaf(log_sum, -LOG2_E, score) : score - log_sum);
-                    share = key < pairs.count ? share : 0;
-                    float share_grad = products[2 * row + side];
-                    kept[side] = share;
-                    if (DROPOUT) {
-                        u32 words[2];
-                        pairs.query_words(column, words);
-                        const float scale = pairs.keeps(words, key) ? factor : 0;
-                        share_grad *= scale;
-                        kept[side] *= scale;
-                    }
-                    grads[side] = share * (share_grad - (side ? at_columns.w : at_columns.y));
-                    score_grad += grads[side];
+                score = pairs.masked(score, column, key);
+                const float log_sum = side ? at_columns.z : at_columns.x;
+                float share = exp2_approx(SINGLE ? fmaf(log_sum, -LOG2_E, score) : score - log_sum);
+                share = key < pairs.count ? share : 0;
+                float share_grad = products[2 * row + side];
+                kept[side] = share;
+                if (DROPOUT) {
+                    u32 words[2];
+                    pairs.query_words(column, words);
+                    const float scale = pairs.keeps(words, key) ? factor : 0;
+                    share_grad *= scale;
+                    kept[side] *= scale;
                 }
+                grads[side] = share * (share_grad - (side ? at_columns.w : at_columns.y));
+                score_grad += grads[side];
 #pragma unroll
                 for (int i = 0; i < BASES; ++i) {
                     if (SINGLE && !centered) centers[i] = shuffle(x[i][0], 0);
@@ -324,7 +315,7 @@ struct OwnKeys {
                 centered = true;
             }
             const int place = 2 * half + row;
-            if (!SCORES) set_pair(shares, place, kept[0], kept[1]);
+            set_pair(shares, place, kept[0], kept[1]);
 #pragma unroll
             for (int side = 0; side < SQUARE / 4; ++side) {  // both sides in one word of half precision
                 const u32 grad = Number::pack(grads[side], grads[1]);
@@ -365,9 +356,8 @@ struct OwnKeys {
                 differentiate(half + i, query + 8 * (half + i), tile, similarities[i], products[i], shares, slopes,
                               distances);
         }
-        if (!SCORES)
-            multiply_columns<WIDTH>(value_grad, [&](int) -> const u32(&)[SQUARE] { return shares; },
-                                    tile_address + SECOND + lane.columns<WIDTH>());
+        multiply_columns<WIDTH>(value_grad, [&](int) -> const u32(&)[SQUARE] { return shares; },
+                                tile_address + SECOND + lane.columns<WIDTH>());
         auto slopes_of = [&](int chunk) -> const u32(&)[SQUARE] { return slopes[chunk * 8 / SIZE]; };
         multiply_columns<DIM>(key_grad, slopes_of, tile_address + lane.columns<DIM>());
         // All sums are loaded before the first one is stored: the compiler cannot know that they are different.
@@ -510,8 +500,7 @@ struct Ring {
         char* const tile = place(entry);
         const u32 address = shared_address(tile);
         copy_rows<Points>(address, p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
-        if (!SCORES)
-            copy_rows<Values>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
+        copy_rows<Values>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
         copies_commit();
         const float2* from = p.statistics + (i64)index * tiles_of(p.length) * ROWS + first;
         if (lane.index < ROWS) ((float2*)(tile + STATISTICS))[lane.index] = from[lane.index];
@@ -694,11 +683,11 @@ KERNEL void attend_weights(const Backward p) {
 #pragma unroll
     for (int distance = COLUMNS; distance < 32; distance *= 2) total += shuffle_xor(total, distance);
     if (lane <= N) sums[warp][0][lane] = total;
-    const float share = SCORES ? 0 : sample_pair(p, h, threadIdx.x, x), shares = sum_warp(share);
+    const float share = sample_pair(p, h, threadIdx.x, x), shares = sum_warp(share);
     if (lane == 0) sums[warp][1][N] = shares;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-        total = !SCORES && share > 0 ? share * (is_dis ? 2 * x[0][j] : x[BASES - 1][j]) : 0;
+        total = share > 0 ? share * (is_dis ? 2 * x[0][j] : x[BASES - 1][j]) : 0;
         total = sum_warp(total);
         if (lane == 0) sums[warp][1][j] = total;
     }
