@@ -204,7 +204,7 @@ class AttentionPlan:
         if name == "attend_forward":
             return "attend.cu", tuple(self.forward_constants.items())
         constants = {**self.constants, "threads": 32 * self.key_warps, "thread_blocks_per_sm": 1}
-        return "attend_backward.cu", tuple(constants.items())
+        return "attend_backward.cu" if name == "attend_backward" else "attend_sums.cu", tuple(constants.items())
 
     def inputs(self, call: AttentionCall) -> tuple[AlignedRows, AlignedRows, AlignedRows]:
         """Returns query, key and value as the kernels take them."""
@@ -215,8 +215,8 @@ class AttentionPlan:
         """Computes the readout and the log-sum-exp."""
         if call.query.requires_grad and not self.kernels:
             # Both passes at the same time, where each would compile its own.
-            programs = [self._program(name) for name in ("attend_forward", "attend_backward")]
-            nvrtc.compile_together(programs, self.limits.device)
+            programs = dict.fromkeys(map(self._program, ("attend_forward", *self.launches)))
+            nvrtc.compile_together(list(programs), self.limits.device)
         query, key, value = self.inputs(call)
         weights = Weights(call)
         results, log_sum = call.empty_results()
