@@ -143,7 +143,7 @@ GPU_CASES = [
     Case(197, 197, 64, heads=12, n=32, dtype=torch.bfloat16),
     *(
         Case(197, 197, 64, heads=12, n=32, dtype=torch.bfloat16, blocks=n, floors=floors)
-        for n, floors in ((1, {}), (4, {"our full": (12, 8)}), (8, {"our full": (6, 5)}), (16, {}))
+        for n, floors in ((1, {}), (4, {"our full": (3, 3)}), (8, {"our full": (3, 3)}), (16, {}))
     ),
     Case(2048, 2048, 128, floors={"folded": (20, 6)}, memory=40),
     Case(512, 2048, 784, floors={"folded": (3, 2)}, memory=40),

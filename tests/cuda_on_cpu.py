@@ -10,13 +10,13 @@ from ahop_layers.ops.gpu import nvrtc
 
 KERNELS = {
     "attend.cu": {"attend_forward": "Forward"},
-    "attend_backward.cu": dict.fromkeys(("attend_statistics", "attend_backward", "attend_weights"), "Backward"),
+    "attend_backward.cu": {"attend_backward": "Backward"},
+    "attend_sums.cu": dict.fromkeys(("attend_statistics", "attend_weights"), "Backward"),
     "missing.cu": {"score_missing": "Missing"},
     "score.cu": dict.fromkeys(("score_prepare", "score"), "ScoreCall"),
     "score_backward.cu": dict.fromkeys(
         ("score_prepare", "score_backward", "score_sum", "score_sum_weights"), "ScoreCall"
     ),
-    "score_tiles.cu": {"score_tiles": "TileScore"},
 }
 LAUNCH = """
 extern "C" void launch_{name}(const {parameter}* p, int thread_blocks, int threads, int bytes) {{

@@ -27,7 +27,7 @@ from tests.test_gpu import check_against_reference, results
 
 BOTH = ("dis", "dot")
 NAMES = ("out", "query", "key", "value", "weight", "beta")
-QUICK = {"both bases", "several rounds", "several heads of a block", "one dimension", "pairs of keys", "tensor cores"}
+QUICK = {"both bases", "several rounds", "several heads of a block", "one dimension", "pairs of keys"}
 QUICK |= {"float32", "float32, blocks of four"}
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 no_nvrtc = nvrtc.library_error()
@@ -195,9 +195,9 @@ SCORES = {  # d and blocks, dtype, bases
     "four warps": (1024, 64, torch.bfloat16, BOTH),
     "copies": (1024, 4, torch.float32, BOTH),
     "padded copies": (1026, 513, torch.float32, ("dis",)),
-    "tensor cores": (64, 4, torch.bfloat16, BOTH),
-    "tensor cores, eight blocks": (64, 8, torch.float16, ("dot", "dis")),
-    "tensor cores, one block": (32, 1, torch.bfloat16, ("dot",)),
+    "few wide blocks": (64, 4, torch.bfloat16, BOTH),
+    "eight blocks": (64, 8, torch.float16, ("dot", "dis")),
+    "one block": (32, 1, torch.bfloat16, ("dot",)),
 }
 
 
@@ -293,7 +293,7 @@ def constants(n, size, width, bases=3, mask=0, causal=0, dropout=0, dtype=2, pre
         "part": part or size, "value": value or width,
         "blocks": n, "size": size, "width": width, "dot": bases & 1, "dis": bases >> 1, "dis_at": 0, "dtype": dtype,
         "precise": precise, "mask": mask, "causal": causal, "dropout": dropout, "threads": 128,
-        "thread_blocks_per_sm": 1, "tiles": 2, "areas": 3, "scores": 0,
+        "thread_blocks_per_sm": 1, "tiles": 2, "areas": 3,
     }  # fmt: skip
 
 
@@ -313,7 +313,6 @@ COMPILED = {
         lane_constants(64, 64, BOTH, torch.float16, warps=1, tagged=1),
         lane_constants(1024, 64, BOTH, torch.float32, warps=4, tagged=0),
     ],
-    "score_tiles.cu": [constants(4, 16, 8, mask=2) | {"scores": 1}],
     "attend.cu": [
         constants(4, 16, 64),
         constants(8, 8, 24, 3, 1, 1, 1, 1),
@@ -324,7 +323,7 @@ COMPILED = {
         constants(2, 8, 24, part=4, value=20),
     ],
 }
-COMPILED["attend_backward.cu"] = COMPILED["attend.cu"] + COMPILED["score_tiles.cu"]
+COMPILED["attend_backward.cu"] = COMPILED["attend_sums.cu"] = COMPILED["attend.cu"]
 
 
 @needs_nvrtc
@@ -332,9 +331,9 @@ COMPILED["attend_backward.cu"] = COMPILED["attend.cu"] + COMPILED["score_tiles.c
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90a", "sm_100"])
 @pytest.mark.parametrize("source", COMPILED)
 def test_kernels_compile(source, architecture):
-    """Before compute capability 8.0, scores have neither tensor cores nor pairs of keys nor bfloat16."""
+    """Before compute capability 8.0, scores have neither pairs of keys nor bfloat16."""
     older = architecture == "sm_75"
-    if older and source in ("attend.cu", "attend_backward.cu", "score_tiles.cu"):
+    if older and source.startswith("attend"):
         pytest.skip("attention is not fused")
     for kind in COMPILED[source]:
         if not older or (kind.get("dtype") != 2 and not kind.get("packed")):

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from ahop_layers.ops.dropout import scale, threshold
 from ahop_layers.ops.gpu import nvrtc
 from ahop_layers.ops.gpu.division import even_split
-from ahop_layers.ops.protocols import AttentionCall, Need
+from ahop_layers.ops.protocols import AttentionCall
 
 ROWS, CHUNK = 16, 8  # rows of a tile, and dimensions of a matrix
 MAX_BLOCKS, MAX_DIMENSIONS = 8, 128
@@ -20,7 +19,6 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 KEYS = 32  # of a tile of the forward kernel
 SMALL_BYTES = 896  # of a key and a value, of which 99 KiB of shared memory hold enough
-SCORE_WARPS = 4  # of a thread block that scores without attention
 RESERVED = 1024  # bytes of shared memory that the driver keeps for each thread block
 BACKWARD_WARPS, MORE_BACKWARD_WARPS = 8, 12  # of a thread block, at most
 LEAST_SLOTS = 4  # of the ring of the backward kernel
@@ -50,7 +48,6 @@ class Limits(NamedTuple):
 Place = tuple[int, int, int, int]
 """The address of a tensor ``(N, H, L, d)`` and its strides in bytes, except for adjacent numbers."""
 
-NOWHERE: Place = (0, 0, 0, 0)
 AlignedRows = tuple[Tensor, Place]
 
 
@@ -102,12 +99,9 @@ def occupancy(shape: Shape, itemsize: int = 2) -> tuple[int, int]:
 
 
 class AttentionPlan:
-    """All that depends on shapes, dtypes and options of a call alone: kernels, their launches, and scratch memory.
+    """All that depends on shapes, dtypes and options of a call alone: kernels, their launches, and scratch memory."""
 
-    With ``scores``, the kernels score without attention: the mask stands for the scores or their gradient.
-    """
-
-    def __init__(self, call: AttentionCall, scores: bool = False) -> None:
+    def __init__(self, call: AttentionCall) -> None:
         query, key, value, weight, mask, _, bases, causal, dropout, *_ = call
         n, d, width = weight.shape[-1], query.shape[-1], value.shape[-1]
         self.shape = shape = kernel_shape(n, d // n, width)
@@ -131,13 +125,11 @@ class AttentionPlan:
             "mask": MASKS[None if mask is None else mask.dtype],
             "causal": causal,
             "dropout": dropout > 0,
-            "scores": scores,
         }
         dim_bytes, width_bytes = (_row_bytes(self.itemsize * d) for d in (n * shape.size, shape.width))
         norm_bytes = (4 if query.dtype == torch.float32 else 16) * n if has_dis else 0
         self.row = dim_bytes + width_bytes + norm_bytes  # bytes of shared memory
         self.tiles = -(-self.length // ROWS)
-        self.score_bytes = 2 * SCORE_WARPS * ROWS * (dim_bytes + norm_bytes)
         self._plan_forward(ROWS * (max(dim_bytes, width_bytes) + norm_bytes), causal)
         self._plan_backward(len(bases), has_dis)
 
@@ -195,8 +187,7 @@ class AttentionPlan:
             "attend_statistics": (-(-heads * self.tiles * ROWS * lanes // 256), 256, 0),
             "attend_backward": (thread_blocks, 32 * warps, 16 + warps * own + self.slots * tile),
         }
-        self.launches_of_rows = dict(self.launches)
-        self.launches["attend_weights"] = self.heads * bases, 512, 128 * (n + 1)
+        self.launches_with_weights = {**self.launches, "attend_weights": (self.heads * bases, 512, 128 * (n + 1))}
 
     def run(self, launches: Mapping[str, tuple[int, int, int]], arguments: bytes) -> None:
         """Runs kernels on the current stream of the device, each with a number of thread blocks, threads and bytes."""
@@ -212,9 +203,8 @@ class AttentionPlan:
         """Returns the source file and the constants of a kernel."""
         if name == "attend_forward":
             return "attend.cu", tuple(self.forward_constants.items())
-        warps = SCORE_WARPS if name == "score_tiles" else self.key_warps
-        constants = {**self.constants, "threads": 32 * warps, "thread_blocks_per_sm": 1}
-        return "score_tiles.cu" if name == "score_tiles" else "attend_backward.cu", tuple(constants.items())
+        constants = {**self.constants, "threads": 32 * self.key_warps, "thread_blocks_per_sm": 1}
+        return "attend_backward.cu" if name == "attend_backward" else "attend_sums.cu", tuple(constants.items())
 
     def inputs(self, call: AttentionCall) -> tuple[AlignedRows, AlignedRows, AlignedRows]:
         """Returns query, key and value as the kernels take them."""
@@ -225,8 +215,8 @@ class AttentionPlan:
         """Computes the readout and the log-sum-exp."""
         if call.query.requires_grad and not self.kernels:
             # Both passes at the same time, where each would compile its own.
-            programs = [self._program(name) for name in ("attend_forward", "attend_backward")]
-            nvrtc.compile_together(programs, self.limits.device)
+            programs = dict.fromkeys(map(self._program, ("attend_forward", *self.launches)))
+            nvrtc.compile_together(list(programs), self.limits.device)
         query, key, value = self.inputs(call)
         weights = Weights(call)
         results, log_sum = call.empty_results()
@@ -244,47 +234,23 @@ class AttentionPlan:
         """Computes the gradients of query, key, value, weight and beta; empty ones where ``need`` is False."""
         inputs, log_sum = self.inputs(call), log_sum.contiguous()
         upstream, readout = (aligned_rows(x, self.units[1]) for x in (grad, out))
-        grads = [_empty(x) for x in call[:3]]
-        weight_grads = self._run_backward(
-            call, [place for _, place in (*inputs, upstream)], [*map(_place, grads), readout[1]], log_sum.data_ptr(),
-            any(need[3:]),
-        )  # fmt: skip
-        grads += weight_grads if call.beta is not None else [*weight_grads, log_sum.new_empty(0)]
-        if all(need):
-            return tuple(grads)
-        return tuple(x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
-
-    def score_gradients(self, call: AttentionCall, need: Need) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes the gradients of query, key and weights; the mask is the gradient of the scores."""
-        query, key, _ = self.inputs(call)
-        grads = [_empty(call.query), _empty(call.key)]
-        inputs, outputs = [query[1], key[1], NOWHERE, NOWHERE], [*map(_place, grads), NOWHERE, NOWHERE]
-        grads += self._run_backward(call, inputs, outputs, 0, need[2])
-        needed = (x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
-        query_grad, key_grad, weight_grad = needed
-        return query_grad, key_grad, weight_grad
-
-    def _run_backward(
-        self, call: AttentionCall, inputs: Sequence[Place], outputs: Sequence[Place], log_sum: int, need_weights: bool
-    ) -> list[Tensor]:
-        """Runs the kernels; inputs are query, key, value and gradient, outputs three gradients and the readout.
-
-        Returns the gradients of the weights and, if the call has it, beta.
-        """
-        weights = Weights(call)
-        weight_grads = [_empty(x) for x in (call.weight, call.beta) if x is not None]
+        weights, grads = Weights(call), [_empty(x) for x in call[:4]]
+        grads.append(log_sum.new_empty(0) if call.beta is None else _empty(call.beta))
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device)
         sums, statistics, parts, turns = (scratch.data_ptr() + place for place in self.places)
         *mask, mask_key = self.mask(call)
+        query, key, value = (_place(x) for x in grads[:3])
         arguments = BACKWARD.pack(
-            *chain(*inputs), *mask, *chain(*outputs),
-            mask_key, *weights.place, _address(call.seed), log_sum, statistics, sums, turns, parts,
-            weight_grads[0].data_ptr(), 0 if call.beta is None else weight_grads[1].data_ptr(),
+            *inputs[0][1], *inputs[1][1], *inputs[2][1], *upstream[1], *mask, *query, *key, *value, *readout[1],
+            mask_key, *weights.place, _address(call.seed), log_sum.data_ptr(), statistics, sums, turns, parts,
+            grads[3].data_ptr(), _address(None if call.beta is None else grads[4]),
             self.batch, self.heads, self.group, self.length, self.count,
             self.strips, self.strip_tiles, self.items, self.slots, *self.dropout, call.scaling,
         )  # fmt: skip
-        self.run(self.launches if need_weights else self.launches_of_rows, arguments)
-        return weight_grads
+        self.run(self.launches_with_weights if any(need[3:]) else self.launches, arguments)
+        if all(need):
+            return tuple(grads)
+        return tuple(x if wanted else x.new_empty(0) for x, wanted in zip(grads, need, strict=True))
 
     def mask(self, call: AttentionCall) -> list[int]:
         """Returns the address of the mask and its strides in bytes."""
@@ -325,14 +291,14 @@ def planned(call: AttentionCall) -> AttentionPlan | None:
     return _plans.get(_signature(call))
 
 
-def plan(call: AttentionCall, scores: bool = False) -> AttentionPlan:
+def plan(call: AttentionCall) -> AttentionPlan:
     """Returns the plan of a call from a cache."""
-    signature = (*_signature(call), "scores") if scores else _signature(call)
+    signature = _signature(call)
     found = _plans.get(signature)
     if found is None:
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        found = _plans[signature] = AttentionPlan(call, scores)
+        found = _plans[signature] = AttentionPlan(call)
     return found
 
 

@@ -20,23 +20,16 @@ def slots(device: torch.device) -> int:
     return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
-def rows_per_program(length: int, warps: int, device: torch.device, unit: int = 1) -> int:
-    """Returns the number of queries per program, a multiple of ``unit``, those that the kernel processes at a time."""
-    units = -(-length // unit)
-    start, waves = (START, 6) if unit == 1 else (2, 1)  # the keys of tiles take as long as two tiles of queries
-    return unit * even_split(units, warps, slots(device), start, waves)
-
-
 @lru_cache(maxsize=4096)
-def even_split(length: int, warps: int, slots: int, start: float = START, least_waves: int = 1) -> int:
+def even_split(length: int, warps: int, slots: int, least_waves: int = 1) -> int:
     """Returns the number of queries, or rounds of them, per program that fills the last wave and rarely reloads keys.
 
-    ``start`` is the time to load the keys, in queries. Several waves balance programs of different duration.
+    Several waves balance programs of different duration.
     """
 
     def time(rows: int) -> float:
         waves = -(-(warps * -(-length // rows)) // slots)
-        return waves * (rows + start)
+        return waves * (rows + START)
 
     most = length * warps // (least_waves * slots)
     return min(range(1, max(1, min(length, most)) + 1), key=time)

@@ -81,6 +81,6 @@ def score_backward(
 
 def compile_ahead(query: Tensor, weight: Tensor, bases: tuple[str, ...], scores: torch.dtype) -> None:
     """Compiles the kernels of a training step with scores in a dtype."""
-    if not lanes.use_tiles(query, weight, bases) and "near" not in bases:
+    if "near" not in bases:
         sizes = query.shape[-1], weight.shape[-1]
         lanes.compile_ahead(query.device, query.dtype, *sizes, bases, scores, weight.requires_grad)

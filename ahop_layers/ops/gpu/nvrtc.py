@@ -241,7 +241,7 @@ def run(device: torch.device, launches: Sequence[tuple[Kernel, int, int, int]], 
         if device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return run(device, launches, arguments)
-        # As a Stream, which torch.cuda.current_stream makes, it takes as long as a launch.
+        # Private, but code that torch.compile generates calls it, too: the public way takes as long as a launch.
         stream = torch._C._cuda_getCurrentRawStream(device.index)
     for kernel, thread_blocks, threads, shared in launches:
         kernel.launch(thread_blocks, threads, shared, arguments, stream)

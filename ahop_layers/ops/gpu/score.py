@@ -1,4 +1,4 @@
-"""Host code of scores in CUDA C++: lanes that sort blocks of any size, and tensor cores for a few wide blocks."""
+"""Host code of scores in CUDA C++: lanes that sort blocks of any size."""
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ahop_layers.ops.chunked import GPU_SCRATCH_BYTES
-from ahop_layers.ops.gpu import attend, division, nvrtc
+from ahop_layers.ops.gpu import division, nvrtc
 from ahop_layers.ops.gpu.layout import WARP, Layout, choose_layout
-from ahop_layers.ops.protocols import AttentionCall, Need, allocate_grads
+from ahop_layers.ops.protocols import Need, allocate_grads
 
 KINDS = ("dis", "dot", "l1", "near")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -25,7 +25,6 @@ MANY = 256  # threads of kernels that copy and add numbers
 MOST_GROUPS = 64  # of parts of the weights' gradient, which are summed first
 
 CALL = Struct("<36q11i4x")
-TILES = Struct("<17q6i")
 Launch = tuple[int, int, int]
 """Thread blocks, their threads, and their bytes of shared memory."""
 
@@ -145,7 +144,7 @@ class ScorePlan:
     def _divide_forward(self) -> tuple[dict[str, Launch], list[int]]:
         (length, count), program = self.lengths, self.program
         programs = -(-self.all_heads * -(-count // program.keys) * program.layout.lanes // THREADS)
-        rows = division.rows_per_program(length, programs * program.warps, self.problem.device)
+        rows = division.even_split(length, programs * program.warps, division.slots(self.problem.device), 6)
         self.division, self.is_direct = (rows, programs, 0, 0, 0, 0, 0), (False, False)
         return {"score": (programs * -(-length // rows), THREADS, 0)}, [0] * 4
 
@@ -231,8 +230,6 @@ def score(
     query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], out: Tensor, widths: Tensor | None
 ) -> None:
     """Computes the scores into ``out``; for the other arguments see :func:`ahop_layers.ops.chunked.score`."""
-    if use_tiles(query, weight, bases):
-        return _score_tiles(query, key, weight, bases, out)
     problem = ScoreProblem(query.device, query.dtype, query.shape, key.shape, weight.shape[-1], bases, out.dtype)
     _plan(problem).run((query, key), weight, out, None if widths is None else widths.contiguous())
 
@@ -257,9 +254,6 @@ def score_backward(
     grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], need: Need
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of query, key and weight, contiguous and in their dtypes; empty where not needed."""
-    if use_tiles(query, weight, bases):
-        call = _tile_call(query, key, weight, bases, grad)
-        return attend.plan(call, scores=True).score_gradients(call, need)
     problem = ScoreProblem(query.device, query.dtype, query.shape, key.shape, weight.shape[-1], bases, grad.dtype, need)
     query_grad, key_grad, weight_grad = grads = allocate_grads((query, key, weight), need)
     _run_backward(problem, query, key, weight, grad, grads)
@@ -279,33 +273,3 @@ def _run_backward(
         smaller = problem._replace(query=queries.shape, key=keys.shape)
         _run_backward(smaller, queries, keys, weight, grad[part], (grads[0][part], grads[1][part], weight_grad))
     grads[2].add_(rest)
-
-
-def use_tiles(query: Tensor, weight: Tensor, bases: Sequence[str]) -> bool:
-    """Returns whether the blocks suit tensor cores: half precision, few blocks of 8, 16, 32... dimensions."""
-    n, d = weight.shape[-1], query.shape[-1]
-    if query.dtype == torch.float32 or n > attend.MAX_BLOCKS or d > attend.MAX_DIMENSIONS:
-        return False
-    whole = attend.kernel_shape(n, d // n, attend.CHUNK) == (n, d // n, attend.CHUNK)
-    return whole and set(bases) <= {"dis", "dot"} and nvrtc.capability(query.device) >= (8, 0)
-
-
-def _tile_call(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], scores: Tensor) -> AttentionCall:
-    """Returns a call of attention with the scores, or their gradient, as the mask, and values that are not used."""
-    return AttentionCall(query, key, key[..., : attend.CHUNK], weight, scores, bases=bases)
-
-
-def _score_tiles(query: Tensor, key: Tensor, weight: Tensor, bases: tuple[str, ...], out: Tensor) -> None:
-    call = _tile_call(query, key, weight, bases, out)
-    plan, weights = attend.plan(call, scores=True), attend.Weights(call)
-    (n, heads, length, _), count = query.shape, key.shape[-2]
-    thread_blocks, keys_at_once = -(-plan.tiles // attend.SCORE_WARPS), attend.SCORE_WARPS * attend.ROWS
-    programs = n * heads * thread_blocks
-    rows = division.rows_per_program(count, programs * attend.SCORE_WARPS, query.device, keys_at_once)
-    chunks = -(-count // rows)
-    queries, keys, _ = plan.inputs(call)
-    arguments = TILES.pack(
-        *queries[1], *keys[1], *_place(out), *weights.place,
-        heads, length, count, rows, thread_blocks, chunks,
-    )  # fmt: skip
-    plan.run({"score_tiles": (programs * chunks, WARP * attend.SCORE_WARPS, plan.score_bytes)}, arguments)

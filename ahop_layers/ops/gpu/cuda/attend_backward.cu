@@ -1,5 +1,5 @@
-// Fused attention, backward, in three kernels: a sum per query, all gradients, and the sum of the weights' gradients.
-// With SCORES, the same without attention: the gradients of the scores are given, in place of the mask.
+// Fused attention, backward: all gradients. Before and after it, attend_sums.cu has a sum per query, and the sum of the
+// weights' gradients.
 //
 // A block has one or more items: all keys of a head, or a strip of them. A warp owns 16 keys at a time and keeps their
 // gradients in registers. Tiles of queries pass through a ring in shared memory. The warps visit each of them in the
@@ -7,18 +7,16 @@
 // tile to its place: one that has no keys left, if there is one. No thread waits for a whole block. Blocks with other
 // strips of the same head add to the gradient of a tile in turns. Similarities are sorted once: the sorted values
 // give the score, and their order the derivatives.
-#include "tiles.cuh"
+#include "attend_call.cuh"
 
 constexpr int SUMS = CHUNKS + DIS, SUM_BYTES = 512;  // of a tile: matrices of 16 x 8 numbers, 16 bytes for each lane
 constexpr u32 MINUS_ZEROS = SINGLE ? 1u << 31 : 0x80008000;  // changes no sum
-constexpr float LOG_UNIT = SINGLE ? 1 : LOG2_E;        // base 2, but float32 would round again
 constexpr int TOGETHER = SINGLE ? 2 : 1;               // halves of a tile whose own rows are loaded at once
 constexpr int WARPS = THREADS / 32;
-constexpr int PARTS = BASES * N + 1;                 // gradients of the weights, and the sum of score gradients
 constexpr int VISITS = 2 * WARPS;                    // barriers of a tile, which its visitors use in turns
 // Similarities may have a large mean, beside which a sum in float32 would lose digits of their differences. So a lane
-// sums the gradients of the weights over a few tiles of queries, and of centered values: the sum of two or four blocks,
-// or the values of all blocks.
+// sums the gradients of the weights of centered values (the sum of two or four blocks, or the values of all blocks)
+// over a few tiles of queries: over all of 2,000 queries, the error is up to nine times as large.
 constexpr int SUMMED = SINGLE ? 4 : 1 << 30, CENTERED = !SINGLE ? 0 : N == 2 || N == 4 ? 1 : N;
 constexpr int DELAY = 2;                             // steps from the last visit of a tile until it is stored
 // Shared memory holds own tiles (keys, values, norms), and tiles of queries (queries, gradients, norms, statistics,
@@ -28,81 +26,10 @@ constexpr int STATISTICS = OWN_BYTES, READY = STATISTICS + ROWS * 8, BARRIERS = 
 constexpr int TILE_SUMS = BARRIERS + 8 * VISITS;
 constexpr int TILE_BYTES = TILE_SUMS + SUMS * SUM_BYTES;
 
-struct Backward {
-    Tensor query, key, value, grad, mask, query_grad, key_grad, value_grad, out;
-    i64 mask_key;  // a further stride
-    Weights weights;
-    const u32* seed;
-    const float* log_sum;
-    float2* statistics;   // (N * H, padded): logarithm of the sum over LOG_UNIT, and product of readout and gradient
-    float4* query_sums;   // (N * H, tiles, CHUNKS, 32): what earlier thread blocks added, if there are several
-    u32* turns;           // the numbers of thread blocks that started, and (N * H, tiles) that added
-    float* weight_parts;  // (N * H, tiles of keys, PARTS)
-    float *weight_grad, *beta_grad;  // (H, BASES, N), (H, BASES)
-    int batch, heads, group, length, count;
-    int strips, strip_tiles, items, slots;  // of a head, tiles of keys in each, all, and places of the ring
-    u32 threshold;
-    float factor, scaling;
-};
-
-DEVICE int tiles_of(int length) { return (length + ROWS - 1) / ROWS; }
-
 // Loads two numbers of adjacent dimensions.
 DEVICE void load_two(float& low, float& high, const char* place) {
     if (SINGLE) low = ((const float2*)place)->x, high = ((const float2*)place)->y;
     else Half::unpack(*(const u32*)place, low, high);
-}
-
-// Loads eight numbers, of which `left` exist; if none is missing in any block, the address is a multiple of 16.
-template <class Kind>
-DEVICE void load_eight(float (&x)[8], const char* place, int left) {
-    if (!Kind::WHOLE) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = i < left ? load_float<DTYPE>(place, i) : 0;
-        return;
-    }
-    const uint4* units = (const uint4*)place;
-#pragma unroll
-    for (int unit = 0; unit < BYTES / 2; ++unit) {
-        const u32 words[4] = {units[unit].x, units[unit].y, units[unit].z, units[unit].w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (SINGLE) x[4 * unit + i] = bits_float(words[i]);
-            else Half::unpack(words[i], x[2 * i], x[2 * i + 1]);
-        }
-    }
-}
-
-// Adds the product of eight numbers each to `total`.
-DEVICE float add_product(const float (&x)[8], const float (&y)[8], float total) {
-#pragma unroll
-    for (int i = 0; i < 8; i += 2) total = fmaf(x[i], y[i], fmaf(x[i + 1], y[i + 1], total));
-    return total;
-}
-
-KERNEL void attend_statistics(const Backward p) {
-    constexpr int LANES = WIDTH_CHUNKS > 8 ? 16 : WIDTH_CHUNKS > 4 ? 8 : WIDTH_CHUNKS > 2 ? 4 : WIDTH_CHUNKS;
-    const int padded = tiles_of(p.length) * ROWS, member = threadIdx.x % LANES;
-    const i64 place = (i64)blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
-    if (blockIdx.x == 0 && threadIdx.x == 0) *p.turns = 0;
-    const bool exists = place < (i64)p.batch * p.heads * padded;
-    const int index = exists ? place / padded : 0, row = exists ? place % padded : 0;
-    float total = 0;
-    if (!SCORES && exists && row < p.length && member < WIDTH_CHUNKS) {
-        const i64 n = index / p.heads, h = index % p.heads;
-        float out[8], grad[8];
-        const int left = VALUE - 8 * member;
-        load_eight<Values>(out, p.out.at(n, h) + row * p.out.row + 8 * BYTES * member, left);
-        load_eight<Values>(grad, p.grad.at(n, h) + row * p.grad.row + 8 * BYTES * member, left);
-        total = add_product(out, grad, 0);
-    }
-#pragma unroll
-    for (int distance = 1; distance < LANES; distance *= 2) total += shuffle_xor(total, distance);
-    if (!exists || member) return;
-    const bool counts = !SCORES && row < p.length;
-    const float log_sum = counts ? p.log_sum[(i64)index * p.length + row] * LOG_UNIT : INFINITE;
-    p.statistics[place] = make_float2(log_sum, total);
-    if (row % ROWS == 0) p.turns[1 + place / ROWS] = 0;
 }
 
 // The derivatives of `dis`, which are summed over queries and over keys. Half precision multiplies them by ones.
@@ -174,8 +101,7 @@ struct OwnKeys {
         first = start;
         sync_warp();
         copy_rows<Points>(address, p.key.at(n, h), p.key.row, first, ROWS, p.count, lane.index, 32);
-        if (!SCORES)
-            copy_rows<Values>(address + SECOND, p.value.at(n, h), p.value.row, first, ROWS, p.count, lane.index, 32);
+        copy_rows<Values>(address + SECOND, p.value.at(n, h), p.value.row, first, ROWS, p.count, lane.index, 32);
         copies_commit();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -192,7 +118,7 @@ struct OwnKeys {
         sync_warp();
         const int next = first + WARPS * ROWS + lane.index % ROWS;  // of this warp, unless the item ends before
         if (next < p.count && lane.index < ROWS) prefetch(p.key.at(n, h) + next * p.key.row);
-        if (next < p.count && lane.index >= ROWS && !SCORES) prefetch(p.value.at(n, h) + next * p.value.row);
+        if (next < p.count && lane.index >= ROWS) prefetch(p.value.at(n, h) + next * p.value.row);
     }
 
     // Stores the gradients of the keys and values.
@@ -206,9 +132,8 @@ struct OwnKeys {
         if (DIS) subtract_rows(key_grad, sum, own, lane);
         const int left = p.count - first;
         store_rows<Points>(key_grad, 1, 1, own, p.key_grad.at(n, h) + first * p.key_grad.row, p.key_grad.row, left, lane);
-        if (!SCORES)
-            store_rows<Values>(value_grad, 1, 1, own + SECOND, p.value_grad.at(n, h) + first * p.value_grad.row,
-                              p.value_grad.row, left, lane);
+        store_rows<Values>(value_grad, 1, 1, own + SECOND, p.value_grad.at(n, h) + first * p.value_grad.row,
+                           p.value_grad.row, left, lane);
     }
 
     // Prepares the queries of head `index` of N * H.
@@ -261,7 +186,6 @@ struct OwnKeys {
         for (int i = 0; i < TOGETHER; ++i)
             similarities[i].compute(keys, tile_address + 8 * (half + i) * DIM_BYTES + lane.quad<DIM>(), norms,
                                     tile + NORMS + 8 * NORM * (half + i) + lane.norm(), ROWS);
-        if (SCORES) return;
         u32 values[own_words(WIDTH)], streamed[streamed_words(WIDTH)];
         load_own<WIDTH>(values, address + SECOND + lane.pair<WIDTH>());
 #pragma unroll
@@ -293,25 +217,21 @@ struct OwnKeys {
                     for (int j = 0; j < N; ++j) score = fmaf(x[i][j], exponents[i][j], score);
                 }
                 const int column = query + lane.column + side;
-                if (SCORES) {
-                    grads[side] = pairs.number(column, key);
-                } else {
-                    score = pairs.masked(score, column, key);
-                    const float log_sum = side ? at_columns.z : at_columns.x;
-                    float share = exp2_approx(SINGLE ? fmaf(log_sum, -LOG2_E, score) : score - log_sum);
-                    share = key < pairs.count ? share : 0;
-                    float share_grad = products[2 * row + side];
-                    kept[side] = share;
-                    if (DROPOUT) {
-                        u32 words[2];
-                        pairs.query_words(column, words);
-                        const float scale = pairs.keeps(words, key) ? factor : 0;
-                        share_grad *= scale;
-                        kept[side] *= scale;
-                    }
-                    grads[side] = share * (share_grad - (side ? at_columns.w : at_columns.y));
-                    score_grad += grads[side];
+                score = pairs.masked(score, column, key);
+                const float log_sum = side ? at_columns.z : at_columns.x;
+                float share = exp2_approx(SINGLE ? fmaf(log_sum, -LOG2_E, score) : score - log_sum);
+                share = key < pairs.count ? share : 0;
+                float share_grad = products[2 * row + side];
+                kept[side] = share;
+                if (DROPOUT) {
+                    u32 words[2];
+                    pairs.query_words(column, words);
+                    const float scale = pairs.keeps(words, key) ? factor : 0;
+                    share_grad *= scale;
+                    kept[side] *= scale;
                 }
+                grads[side] = share * (share_grad - (side ? at_columns.w : at_columns.y));
+                score_grad += grads[side];
 #pragma unroll
                 for (int i = 0; i < BASES; ++i) {
                     if (SINGLE && !centered) centers[i] = shuffle(x[i][0], 0);
@@ -324,7 +244,7 @@ struct OwnKeys {
                 centered = true;
             }
             const int place = 2 * half + row;
-            if (!SCORES) set_pair(shares, place, kept[0], kept[1]);
+            set_pair(shares, place, kept[0], kept[1]);
 #pragma unroll
             for (int side = 0; side < SQUARE / 4; ++side) {  // both sides in one word of half precision
                 const u32 grad = Number::pack(grads[side], grads[1]);
@@ -365,9 +285,8 @@ struct OwnKeys {
                 differentiate(half + i, query + 8 * (half + i), tile, similarities[i], products[i], shares, slopes,
                               distances);
         }
-        if (!SCORES)
-            multiply_columns<WIDTH>(value_grad, [&](int) -> const u32(&)[SQUARE] { return shares; },
-                                    tile_address + SECOND + lane.columns<WIDTH>());
+        multiply_columns<WIDTH>(value_grad, [&](int) -> const u32(&)[SQUARE] { return shares; },
+                                tile_address + SECOND + lane.columns<WIDTH>());
         auto slopes_of = [&](int chunk) -> const u32(&)[SQUARE] { return slopes[chunk * 8 / SIZE]; };
         multiply_columns<DIM>(key_grad, slopes_of, tile_address + lane.columns<DIM>());
         // All sums are loaded before the first one is stored: the compiler cannot know that they are different.
@@ -510,8 +429,7 @@ struct Ring {
         char* const tile = place(entry);
         const u32 address = shared_address(tile);
         copy_rows<Points>(address, p.query.at(n, h), p.query.row, first, ROWS, p.length, lane.index, 32);
-        if (!SCORES)
-            copy_rows<Values>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
+        copy_rows<Values>(address + SECOND, p.grad.at(n, h), p.grad.row, first, ROWS, p.length, lane.index, 32);
         copies_commit();
         const float2* from = p.statistics + (i64)index * tiles_of(p.length) * ROWS + first;
         if (lane.index < ROWS) ((float2*)(tile + STATISTICS))[lane.index] = from[lane.index];
@@ -629,94 +547,4 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
         for (; stored < ring.length; stored += storing) store(begin + stored);
         open();
     }
-}
-
-// Sorts the similarities of a random pair of a head; returns its share.
-DEVICE float sample_pair(const Backward& p, int h, u32 number, float (&x)[BASES][N]) {
-    const u32 random = Pairs::mix(number);
-    const int n = number % p.batch, query = random % p.length, key = Pairs::mix(random) % p.count;
-    const char* queries = p.query.at(n, h) + query * p.query.row;
-    const char* keys = p.key.at(n, h / p.group) + key * p.key.row;
-#pragma unroll
-    for (int block = 0; block < N; ++block) {
-        float dot = 0, dis = 0;
-#pragma unroll
-        for (int first = 0; first < PART; first += 8) {
-            float q[8], k[8];
-            const int place = BYTES * (block * PART + first);
-            load_eight<Points>(q, queries + place, PART - first);
-            load_eight<Points>(k, keys + place, PART - first);
-            dot = add_product(q, k, dot);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) q[i] -= k[i];
-            dis = add_product(q, q, dis);
-        }
-        if (DIS) x[0][block] = -0.5f * dis;
-        if (DOT) x[DIS][block] = dot;
-    }
-    float u[BASES][N], score = 0;
-    load_weights(u, p.weights, h, p.scaling);
-#pragma unroll
-    for (int i = 0; i < BASES; ++i) {
-        Sorter<N>::sort(x[i]);
-#pragma unroll
-        for (int j = 0; j < N; ++j) score = fmaf(x[i][j], u[i][j] * LOG2_E, score);
-    }
-    const Pairs pairs{p.mask.at(n, h), p.mask.row, p.mask_key, p.length, p.count, 0, 0, 0};
-    const float log_sum = p.log_sum[((i64)n * p.heads + h) * p.length + query] * LOG2_E;
-    return exp2_approx(pairs.masked(score, query, key) - log_sum);
-}
-
-// Sums the parts of a head and base in a fixed order, and undoes the folding: the cumulative sum is its transpose.
-//
-// The gradients of a query's scores have the sum 0, except that its readout was rounded. So a constant may be
-// subtracted from the similarities of a rank: their mean, of some pairs, makes that error small.
-KERNEL void attend_weights(const Backward p) {
-    constexpr int COLUMNS = N == 1 ? 2 : N < 4 ? 4 : N < 8 ? 8 : 16, AHEAD = 16;  // lanes of a part, and loads at a time
-    SHARED_MEMORY(shared);
-    float(*const sums)[2][N + 1] = (float(*)[2][N + 1])shared;  // of each warp: of its parts and of a sample
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = lane % COLUMNS;
-    const int h = blockIdx.x / BASES, base = blockIdx.x % BASES, each = tiles_of(p.count), count = p.batch * each;
-    const bool is_dis = DIS && (BASES == 1 || base == DIS_AT);
-    const int offset = column < N ? base * N + column : BASES * N, step = blockDim.x / COLUMNS;
-    float total = 0, sampled = 0, x[BASES][N];
-    for (int first = threadIdx.x / COLUMNS; first < count; first += AHEAD * step) {
-        float parts[AHEAD];
-#pragma unroll
-        for (int k = 0; k < AHEAD; ++k) {
-            const int i = first + k * step;
-            const i64 part = ((i64)(i / each) * p.heads + h) * each + i % each;
-            parts[k] = i < count && column <= N ? p.weight_parts[part * PARTS + offset] : 0;
-        }
-#pragma unroll
-        for (int k = 0; k < AHEAD; ++k) total += parts[k];
-    }
-#pragma unroll
-    for (int distance = COLUMNS; distance < 32; distance *= 2) total += shuffle_xor(total, distance);
-    if (lane <= N) sums[warp][0][lane] = total;
-    const float share = SCORES ? 0 : sample_pair(p, h, threadIdx.x, x), shares = sum_warp(share);
-    if (lane == 0) sums[warp][1][N] = shares;
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-        total = !SCORES && share > 0 ? share * (is_dis ? 2 * x[0][j] : x[BASES - 1][j]) : 0;
-        total = sum_warp(total);
-        if (lane == 0) sums[warp][1][j] = total;
-    }
-    sync_block();
-    if (warp) return;
-    total = 0;
-    for (int i = 0; lane <= N && i < blockDim.x / 32; ++i) total += sums[i][0][lane], sampled += sums[i][1][lane];
-    const float all = shuffle(total, N), of_sample = shuffle(sampled, N), rest = of_sample > 0 ? all / of_sample : 0;
-    const float centered = total - rest * sampled;
-    total = 0;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const float earlier = shuffle(centered, i);
-        total += i <= lane ? earlier : 0;
-    }
-    const int place = h * BASES + base;
-    const float weight = lane < N ? p.weights.weight[h * p.weights.weight_head + base * N + lane] : 0;
-    const float slope = sum_warp(lane < N ? total * weight : 0) * p.scaling;
-    if (lane < N) p.weight_grad[place * N + lane] = total * p.weights.factor(h, base, p.scaling);
-    if (lane == 0 && p.beta_grad) p.beta_grad[place] = slope;
 }

@@ -19,12 +19,11 @@ constexpr int DTYPE = AHOP_DTYPE;                            // of queries, keys
 constexpr bool PRECISE = AHOP_PRECISE;                       // see above
 constexpr int MASK = AHOP_MASK;                              // see below
 constexpr bool CAUSAL = AHOP_CAUSAL, DROPOUT = AHOP_DROPOUT;
-constexpr bool SCORES = AHOP_SCORES;                         // scores alone, without attention
 constexpr int THREADS = AHOP_THREADS, BLOCKS_PER_SM = AHOP_THREAD_BLOCKS_PER_SM;  // at most, and at least
 
 constexpr int ROWS = 16, DIM = N * SIZE, BASES = DOT + DIS, CHUNKS = DIM / 8, WIDTH_CHUNKS = WIDTH / 8;
 enum { NO_MASK, BLOCKED, ADDED };
-constexpr int MASK_DTYPE = MASK - ADDED;  // of an added mask, or of scores alone
+constexpr int MASK_DTYPE = MASK - ADDED;  // of an added mask
 
 constexpr bool SINGLE = DTYPE == FLOAT;
 typedef HalfOf<DTYPE>::Type Half;
@@ -139,14 +138,13 @@ DEVICE void load_own(u32 (&own)[own_words(D)], u32 address) {
     }
 }
 
-// Loads the norms of the own rows of a lane, which are 16 of several.
-template <int SEVERAL = ROWS>
+// Loads the norms of the own rows of a lane.
 DEVICE void load_own_norms(u32 (&norms)[N][2], const char* place, Lane lane) {
     place += NORM * lane.row + (SINGLE ? 0 : 2 * lane.column);
 #pragma unroll
     for (int block = 0; block < N; ++block) {
-        norms[block][0] = DIS ? *(const u32*)(place + NORM * SEVERAL * block) : 0;
-        norms[block][1] = DIS ? *(const u32*)(place + NORM * (SEVERAL * block + 8)) : 0;
+        norms[block][0] = DIS ? *(const u32*)(place + NORM * ROWS * block) : 0;
+        norms[block][1] = DIS ? *(const u32*)(place + NORM * (ROWS * block + 8)) : 0;
     }
 }
 
@@ -297,7 +295,7 @@ struct Weights {
 
 // Loads the weights of a head and folds them: weight . cumsum(sorted) == folded . sorted. `dis` comes first here, at
 // index DIS_AT in memory, and its weights are doubled.
-DEVICE void load_weights(float (&u)[BASES][N], const Weights& weights, int h, float scaling = 1) {
+DEVICE void load_weights(float (&u)[BASES][N], const Weights& weights, int h, float scaling) {
 #pragma unroll
     for (int base = 0; base < BASES; ++base) {
         const int place = BASES == 2 ? base ^ DIS_AT : base;
