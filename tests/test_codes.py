@@ -163,7 +163,7 @@ def test_arguments_of_shortlists():
 
 
 @faiss
-def test_auto_keeps_the_recall_that_the_report_says(tmp_path):
+def test_auto_keeps_the_recall_that_the_report_says(tmp_path, small_fit):
     stored = patterns()
     memory = ah.AssociativeMemory(stored)
     refuses("needs memory.build_codes", memory.search, stored, 1, "auto")

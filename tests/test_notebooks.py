@@ -32,7 +32,7 @@ def code_cells(path: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("path", execute.NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_cell_runs(path):
+def test_every_cell_runs(path, small_fit):
     cells = code_cells(path)
     assert not [cell for cell in cells if cell["outputs"]], "remove stored outputs: python docs/execute.py --clear"
     for cell in cells:  # a tenth of the training; the docs workflow runs all of it

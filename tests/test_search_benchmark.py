@@ -129,7 +129,7 @@ def test_searches_are_timed_and_reported(tmp_path, monkeypatch, capsys, small_fi
     assert "| 600 | shortlist of 200 | 3 | " in shown
 
 
-def test_recall_of_shortlists_is_measured_and_reported(tmp_path, monkeypatch, capsys):
+def test_recall_of_shortlists_is_measured_and_reported(tmp_path, monkeypatch, capsys, small_fit):
     pytest.importorskip("faiss", reason="a shortlist needs FAISS")
     monkeypatch.setattr(search_recall, "SHORTLISTS", (100,))
     output = tmp_path / "recall.csv"
