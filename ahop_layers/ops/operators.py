@@ -165,17 +165,12 @@ def _check_weight(query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, 
     """Validates the weight for the pair and returns the batch shape of the scores."""
     check_floating(weight=weight)
     check_same_device(query=query, weight=weight)
-    fits = weight.ndim in (2, 3) and weight.shape[-2] == len(names)
-    if not fits or not (uneven or _divides(weight.shape[-1], query.shape[-1])):
+    fits, n = weight.ndim in (2, 3) and weight.shape[-2] == len(names), weight.shape[-1]
+    if not fits or not (uneven or n == query.shape[-1] or (n > 0 and query.shape[-1] % n == 0)):
         shapes = f"(n_bases, n) = ({len(names)}, n) or (H, n_bases, n) = (H, {len(names)}, n) for bases {names}"
         rule = f"n one of {divisors(query.shape[-1])}, the divisors of d"
         raise AHopError(f"weight must be {shapes} with {rule}, got {describe(weight)}")
     return broadcast_batch(query.shape[:-2], key.shape[:-2], weight.shape[:-2])
-
-
-def _divides(n: int, d: int) -> bool:
-    """Returns whether ``d`` dimensions can be cut into ``n`` blocks of equal width."""
-    return n == d or (n > 0 and d % n == 0)
 
 
 def _check_blocks(blocks: int | Tensor | None, query: Tensor, weight: Tensor) -> Tensor | None:
