@@ -21,8 +21,7 @@ except ImportError as error:
     raise ImportError(message) from error
 
 Array = NDArray[Any]
-OUTPUT_CLASSES = 8
-"""Number of groups of similar outputs that a regressor learns to distinguish."""
+OUTPUT_CLASSES = 8  # groups of similar outputs that a regressor learns to distinguish
 
 
 class _Neighbors(base.BaseEstimator):  # type: ignore[misc]
@@ -31,15 +30,10 @@ class _Neighbors(base.BaseEstimator):  # type: ignore[misc]
     memory_: AssociativeMemory
 
     def __init__(
-        self,
-        n_neighbors: int = 30,
-        *,
-        damage: Any = None,
-        similarity: Any = None,
-        random_state: int | np.random.RandomState | None = None,
-        device: str | torch.device | None = None,
+        self, n_neighbors: int = 30, *, damage: Any = None, similarity: Any = None,
+        random_state: int | np.random.RandomState | None = None, device: str | torch.device | None = None,
         shortlist: int | str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.n_neighbors, self.damage, self.similarity = n_neighbors, damage, similarity
         self.random_state, self.device, self.shortlist = random_state, device, shortlist
 

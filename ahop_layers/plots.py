@@ -6,13 +6,13 @@ the figure, and raises an :class:`~ahop_layers.AHopError` if an argument is inva
 """
 
 from copy import deepcopy
-from math import isqrt, prod
+from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ahop_layers.errors import AHopError, check_floating, check_module, check_numbers, describe
+from ahop_layers.errors import AHopError, check_floating, check_module, check_numbers, check_sizes, describe
 from ahop_layers.memory import AssociativeMemory
 from ahop_layers.ops.reference import fold
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
@@ -32,7 +32,6 @@ def association_map(
     patches: tuple[int, int] | None = None,
     *,
     token: int = 0,
-    title: str = "",
     vmax: float | None = None,
     ax: "Axes | None" = None,
 ) -> "Figure":
@@ -47,11 +46,11 @@ def association_map(
         token: index of the query; in most models 0 is the class token.
         vmax: weight of the lightest color; None means the largest weight of this map. Maps that are compared need a
             common one.
-        title, ax: title of the plot, and axes to draw on; None creates a figure.
+        ax: axes to draw on; None creates a figure.
 
     >>> weights, image = torch.rand(3, 17, 17).softmax(-1), torch.rand(1, 8, 8)
-    >>> association_map(weights, image, patches=(4, 4), title="block 1").axes[0].get_title()
-    'block 1'
+    >>> len(association_map(weights, image, patches=(4, 4)).axes[0].images)  # the image, and the map over it
+    2
     """
     check_floating(weights=weights)
     if weights.ndim not in (2, 3):
@@ -62,16 +61,16 @@ def association_map(
     queries, keys = weights.shape[-2:]
     if not isinstance(token, int) or not 0 <= token < queries:
         raise AHopError(f"token must be an index of one of the {queries} queries, got {token!r}")
-    grid = (isqrt(keys),) * 2 if patches is None else patches
-    pair = isinstance(grid, tuple | list) and len(grid) == 2
-    if not pair or not all(isinstance(count, int) and count >= 1 for count in grid) or prod(grid) > keys:
+    rows, columns = (isqrt(keys),) * 2 if patches is None else patches
+    check_sizes(rows=rows, columns=columns)
+    if rows * columns > keys:
         raise AHopError(f"patches must be (rows, columns) with at most {keys} patches, got {patches!r}")
     row = weights.detach().float().cpu().reshape(-1, queries, keys).mean(0)[token]
-    shown = row[keys - prod(grid) :].reshape(grid)
+    shown = row[keys - rows * columns :].reshape(rows, columns)
     largest = max(float(shown.max()), 1e-12) if vmax is None else vmax
     check_numbers("a positive number", vmax=largest)
     axis: Axes = _panels(1, 1, (2.4, 2.6))[0, 0] if ax is None else ax
-    _show(axis, _as_pixels(image), title)
+    _show(axis, _as_pixels(image))
     # Patches with small weights are transparent, so that the image remains visible.
     opacity = 0.9 * (shown / largest).clamp(0, 1).sqrt()
     extent = axis.images[0].get_extent()
@@ -100,25 +99,21 @@ def footprint_weights(source: nn.Module, *, change: bool = False) -> "Figure":
         raise AHopError(f"source must contain an AdaptiveSimilarity, got {type(source).__name__} without one")
     heads = max(part.num_heads or 1 for part in found.values())
     axes = _panels(heads, len(found), (2.2, 1.5), sharey=True)
-    quantity = "change of weight u" if change else "weight u"
     for column, (name, part) in enumerate(found.items()):
-        weights = _weights(part)
+        weights, initial = _weights(part), deepcopy(part)
         if change:
-            initial = deepcopy(part)
             initial.reset_parameters()
             weights = weights - _weights(initial)
         n = weights.shape[-1]
         title = name.removesuffix("similarity").removesuffix(".") or "similarity"
-        title += f", {n} block{'s' if n > 1 else ''}" if n != part.dim else ""
-        axes[0, column].set_title(title, fontsize="small")
-        label = "k-th most similar block" if n != part.dim else "k-th largest similarity"
-        axes[len(weights) - 1, column].set_xlabel(label, fontsize="small")
-        for row, panel in enumerate(axes[:, column]):
-            panel.set_visible(row < len(weights))
-            if row < len(weights):
-                _draw_weights(panel, dict(zip(part.base_names(), weights[row], strict=True)), bars=n != part.dim)
+        axes[0, column].set_title(title if n == part.dim else f"{title}, blocks: {n}", fontsize="small")
+        axes[len(weights) - 1, column].set_xlabel("rank of the similarity", fontsize="small")
+        for panel in axes[len(weights) :, column]:
+            panel.set_visible(False)
+        for panel, of_bases in zip(axes[:, column], weights, strict=False):
+            _draw_weights(panel, dict(zip(part.base_names(), of_bases, strict=True)), bars=n != part.dim)
     for row, panel in enumerate(axes[:, 0]):
-        panel.set_ylabel(quantity if heads == 1 else f"head {row + 1}\n{quantity}", fontsize="small")
+        panel.set_ylabel(f"head {row + 1}: {'change of ' if change else ''}u", fontsize="small")
     axes[0, 0].legend(fontsize="x-small", frameon=False, ncols=2, loc="upper right", borderaxespad=0.2)
     return axes[0, 0].figure
 
@@ -143,26 +138,25 @@ def explanation(memory: AssociativeMemory, query: Any, index: int | None = None)
         raise AHopError(f"query must be one query of the shape {tuple(shape)}, got several")
     found = int(memory.recall(query)) if index is None else index
     pair = torch.as_tensor(query).reshape(shape), memory.patterns[found]
-    shown = [*(part.float().cpu().nan_to_num(0.0) for part in pair), reasons]
-    is_image = len(shape) > 1
-    axes = _panels(1, 3, (2.2, 2.4)) if is_image else _panels(3, 1, (5.0, 1.1))
-    for axis, values, title in zip(axes.flat, shown, ("query", f"pattern {found}", "share of the score"), strict=True):
-        if not is_image:
+    asked, pattern = (part.float().cpu().nan_to_num(0.0) for part in pair)
+    axes = _panels(1, 3, (2.2, 2.4)) if len(shape) > 1 else _panels(3, 1, (5.0, 1.1))
+    for axis, title in zip(axes.flat, ("query", f"pattern {found}", "share of the score"), strict=True):
+        axis.set_title(title, fontsize="small")
+    if len(shape) > 1:
+        _show(axes[0, 0], _as_pixels(asked))
+        _show(axes[0, 1], _as_pixels(pattern))
+        _show(axes[0, 2], reasons.reshape(-1, *shape[-2:]).sum(0), cmap="inferno")
+    else:
+        for axis, values in zip(axes.flat, (asked, pattern, reasons), strict=True):
             axis.bar(range(len(values)), values.numpy(), color=LINES["dot"][0])
-            axis.set_title(title, fontsize="small")
             _style(axis)
-        elif values is reasons:
-            _show(axis, values.reshape(-1, *shape[-2:]).sum(0), title, cmap="inferno")
-        else:
-            _show(axis, _as_pixels(values), title)
     return axes[0, 0].figure
 
 
-def _show(axis: "Axes", pixels: Tensor, title: str, cmap: str = "gray") -> None:
+def _show(axis: "Axes", pixels: Tensor, cmap: str = "gray") -> None:
     """Draws an image without ticks."""
     axis.imshow(pixels.numpy(), cmap=cmap)
     axis.set(xticks=[], yticks=[])
-    axis.set_title(title, fontsize="small")
 
 
 def _as_pixels(image: Tensor) -> Tensor:

@@ -121,24 +121,6 @@ def scores_and_gradients(draw: Draw) -> None:
         check(*errors, f"{name} {bases} {dtype} blocks {n} of {d}", rounding)
 
 
-def unequal_blocks(draw: Draw) -> None:
-    """``AdaptiveSimilarity`` with a random block for each dimension against the float64 reference."""
-    bases, d = draw.choose.choice(BASES), draw.integer(1, 80)
-    n = draw.integer(1, d)
-    every = torch.cat([torch.arange(n), torch.randint(n, (d - n,), generator=draw.generator)])
-    numbers = every[torch.randperm(d, generator=draw.generator)]
-    weight = torch.randn(len(bases), n, generator=draw.generator)
-    similarity = ah.AdaptiveSimilarity(d, bases=bases, init=weight, blocks=numbers)
-    query, key = (draw.normal(draw.integer(1, 3), draw.integer(1, 40), d) for _ in range(2))
-    with torch.no_grad():
-        scores = similarity(query, key[:1])
-    exact, plain = (
-        reference.adaptive_similarity(*(tensor.to(dtype) for tensor in (query, key[:1], weight)), bases, numbers)
-        for dtype in (torch.float64, torch.float32)
-    )
-    check(relative_error(scores, exact), relative_error(plain, exact), f"{bases} {n} unequal blocks of {d}")
-
-
 def attention(draw: Draw) -> None:
     """``AdaptiveAttention`` at initialization against ``nn.MultiheadAttention``, with a mask of one kind."""
     heads, d, n, length = draw.integer(1, 4), draw.integer(1, 16), draw.integer(1, 3), draw.integer(1, 20)
@@ -350,7 +332,7 @@ def _equal(result: Any, expected: Any) -> bool:
 
 
 CHECKS = (
-    scores_and_gradients, unequal_blocks, attention, hopfield_layers, packed_bags, memory_search, readers_and_a_writer,
+    scores_and_gradients, attention, hopfield_layers, packed_bags, memory_search, readers_and_a_writer,
     http_clients,
 )  # fmt: skip
 

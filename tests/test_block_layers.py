@@ -11,23 +11,6 @@ from torch import nn
 import ahop_layers as ah
 
 NUMBERS = torch.tensor([0, 1, 1, 2, 0, 0, 2, 2])
-BLOCKS = {"1": 1, "4": 4, "unequal": NUMBERS}
-
-
-@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
-def test_an_adapted_model_computes_the_same(blocks):
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(3, 5, 16)
-    expected = model(x)
-    report = ah.adapt_(model, blocks=blocks)
-    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
-    similarity = model.layers[0].self_attn.similarity
-    assert report.new_parameters == 2 * sum(parameter.numel() for parameter in similarity.parameters())
-    assert repr(similarity) == repr(ah.AdaptiveSimilarity(8, 2, blocks=blocks))
-    again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(again(x), model(x))
-    ah.revert_(model)
-    assert torch.equal(model(x), expected)
 
 
 def test_scores_of_normalized_blocks_do_not_depend_on_how_patterns_are_sliced(monkeypatch):

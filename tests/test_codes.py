@@ -163,14 +163,14 @@ def test_arguments_of_shortlists():
 
 
 @faiss
-def test_auto_keeps_the_recall_that_the_report_says(tmp_path):
-    stored = patterns()
+def test_auto_keeps_the_recall_that_the_report_says(tmp_path, small_fit):
+    stored = patterns(1500)
     memory = ah.AssociativeMemory(stored)
     refuses("needs memory.build_codes", memory.search, stored, 1, "auto")
     memory.build_codes(16)
     report = memory.fit(ah.variants.Replaced((0.0, 0.6), low=-4.0, high=4.0))
     length = int(memory.shortlist)
-    assert report.shortlist.length == length < 1000
+    assert report.shortlist.length == length < 500
     assert report.shortlist.recall >= 0.99
     assert f"shortlist of {length}: recall " in str(report)
     assert found(memory, stored, 0.4, shortlist="auto") > 0.97

@@ -333,14 +333,6 @@ def test_constant_weights_equal_sorted_ones(n, d, constants):
     check_grads(separated_grad(query, key, ALL, n), query, key, weight, ALL, (True, True, False))
 
 
-def test_constant_weights_of_one_head():
-    """Each head is scored by its own weights, whether they depend on the rank or not."""
-    query, key, weight = inputs(2, 3, 5, 30, 24, blocks=6)
-    weight[1] = 0.5
-    weight[2, 1] = 0.0
-    check(query, key, weight, ALL)
-
-
 def test_what_is_served():
     """Blocks and dimensions are limited by the scratch memory."""
     for n, d in ((2**16, 2**16), (2**16, 2**17), (1, 2**18)):

@@ -84,8 +84,8 @@ def test_commands_of_the_index_and_the_pages_are_valid():
 
 def test_search_finds_more_and_draws_its_answers(tmp_path, monkeypatch, small_fit):
     monkeypatch.setattr(search, "LEVELS", (0.5, 0.7))
-    found = search.main(["--patterns", "100", "--seeds", "2", "--out", str(tmp_path)])
-    assert all(len(values[level]) == 2 for values in found.values() for level in search.LEVELS)
+    found = search.main(["--patterns", "100", "--seeds", "1", "--out", str(tmp_path)])
+    assert all(len(values[level]) == 1 for values in found.values() for level in search.LEVELS)
     assert min(found["adaptive"][0.7]) > 0.95 > 0.8 > max(found["L1"][0.7])
     digits, right = torch.rand(14, 64), torch.arange(14) % 2 == 0
     axes = search.draw([("query", digits, None), ("answer", digits, right)]).axes

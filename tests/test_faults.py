@@ -291,17 +291,17 @@ def test_variants_accept_scalars_of_numpy(name, make):
     assert torch.equal(first, second)
 
 
-def test_tensors_of_inference_mode_are_refused_under_autograd_by_name():
+def test_tensors_of_inference_mode_are_refused_under_autograd():
     with torch.inference_mode():
         inference = ROWS.clone()
     rows = ROWS.clone().requires_grad_()
-    calls = {
-        "patterns": lambda: AssociativeMemory(inference, "dot")(rows),
-        "query": lambda: AssociativeMemory(ROWS, "adaptive")(inference),
-        "key": lambda: ah.adaptive_similarity(rows, inference, torch.ones(2, 4)),
-    }
-    for name, call in calls.items():
-        refuses(rf"{name} must not be created in torch.inference_mode .* clone it", call)
+    for call in (
+        lambda: AssociativeMemory(inference, "dot")(rows),
+        lambda: AssociativeMemory(ROWS, "adaptive")(inference),
+        lambda: ah.adaptive_similarity(rows, inference, torch.ones(2, 4)),
+    ):
+        with pytest.raises(RuntimeError, match="make a clone"):
+            call()
         with torch.no_grad():
             assert call().isfinite().all()
 

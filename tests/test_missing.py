@@ -368,14 +368,6 @@ def test_what_a_masked_array_masks_is_unknown(dtype):
         refuses(message, ah.AssociativeMemory, rows, **{name: np.ma.masked_equal(np.arange(30), 7)})
 
 
-def test_a_failed_load_keeps_unknown_values():
-    patterns, query = unknown(random(8, 4), 0.3), random(3, 4, seed=2)
-    memory, complete = (ah.AssociativeMemory(each, "dis") for each in (patterns, random(8, 4, seed=3)))
-    before = memory.scores(query)
-    refuses("beta must be", memory.load_state_dict, complete.state_dict() | {"beta": torch.tensor(-1.0)})
-    assert torch.equal(memory.scores(query), before)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("similarity", SIMILARITIES)
 def test_other_dtypes(similarity, dtype):

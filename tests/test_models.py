@@ -6,7 +6,7 @@ from frameworks import framework
 from test_call import Relate
 
 import ahop_layers as ah
-from tests.models import huggingface, image_models, others
+from tests.models import huggingface, others
 from tests.models.check import Case, Failed, check
 
 pytestmark = pytest.mark.slow
@@ -94,16 +94,6 @@ def test_attentions_are_still_recorded():
         before = model(**example, output_attentions=True).attentions
         ah.adapt_(model, example=example, by_hand=True)
         torch.testing.assert_close(model(**example, output_attentions=True).attentions, before, rtol=1e-4, atol=1e-5)
-
-
-def test_every_image_model_is_counted_on_the_meta_device():
-    framework("timm")
-    counted = image_models.count("xcit_nano_12_p16_224")
-    assert (counted["coverage"], counted["adapted"], counted["of"]) == ("partly", 2, 14)
-    assert "it attends over channels" in counted["reasons"]
-    assert image_models.count("resnet18")["coverage"] == "none"
-    rows = [{"family": "a", "name": "large", "parameters": "9"}, {"family": "a", "name": "small", "parameters": "8"}]
-    assert [case.model for case in image_models.cases(rows)] == ["small"]
 
 
 class Wrong(Relate):

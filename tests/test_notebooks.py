@@ -1,28 +1,19 @@
-"""Notebooks run from top to bottom, stored without outputs, which the docs workflow adds; pictures are reproducible."""
+"""Notebooks run from top to bottom, stored without outputs, which the docs workflow adds."""
 
 import json
 import re
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from matplotlib.figure import Figure
 
-import ahop_layers as ah
-
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-def command(name: str) -> ModuleType:
-    """Returns a command of the documentation as a module."""
-    spec = spec_from_file_location(name, DOCS / f"{name}.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-execute, pictures = command("execute"), command("pictures")
+spec = spec_from_file_location("execute", DOCS / "execute.py")
+execute = module_from_spec(spec)
+spec.loader.exec_module(execute)
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +23,7 @@ def code_cells(path: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("path", execute.NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_cell_runs(path):
+def test_every_cell_runs(path, small_fit):
     cells = code_cells(path)
     assert not [cell for cell in cells if cell["outputs"]], "remove stored outputs: python docs/execute.py --clear"
     for cell in cells:  # a tenth of the training; the docs workflow runs all of it
@@ -57,16 +48,3 @@ def test_the_command_stores_what_cells_print_and_return_and_removes_it(tmp_path)
     assert returned["data"] == {"text/plain": ["3"]}
     execute.main([str(path), "--clear"])
     assert [(cell["outputs"], cell["execution_count"]) for cell in code_cells(path)] == [([], None)] * 3
-
-
-@pytest.mark.full
-def test_pictures_are_reproducible_and_their_examples_are_won_by_weights(tmp_path):
-    for folder in ("first", "second"):
-        pictures.main(["footprint", "--out", str(tmp_path / folder)])
-    first, second = (path.read_bytes() for path in sorted(tmp_path.glob("*/footprint.svg")))
-    assert first == second
-    for make, blocks in ((pictures.example, None), (pictures.occluded_example, pictures.PATCHES)):
-        query, keys, weights = make()
-        curves = ah.footprint(query[None], keys, base="dis", blocks=blocks)[0]
-        assert curves[0, -1] < curves[1, -1]  # lost by distance
-        assert curves[0] @ weights > curves[1] @ weights

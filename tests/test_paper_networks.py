@@ -8,7 +8,7 @@ from torch.nn import functional
 import ahop_layers as ah
 from ahop_layers.memory.variants import Mixed
 from ahop_layers.separation import entmax15, sparsemax
-from benchmarks.paper.networks import NETWORKS, Network, Power
+from benchmarks.paper.networks import NETWORKS, Network
 from benchmarks.paper.retrieval.accuracy import most_likely, retrieval_accuracy, retrieval_error
 from benchmarks.paper.training import train
 
@@ -92,22 +92,6 @@ def test_attention_energies_fall(name, beta):
     (gradient,) = torch.autograd.grad(network.energy(x).sum(), x)
     moved = x - network(x)
     torch.testing.assert_close(gradient, moved if network.modulation is None else network.modulation(moved))
-
-
-@pytest.mark.parametrize("name", ["Hop", "D-Hop", "D-Hop, degree 5", "E-Hop"])
-def test_classic_energies_fall_on_binary_states(name):
-    def make(patterns):
-        return Network(patterns, separation=Power(5), binary=True) if "5" in name else NETWORKS[name](patterns)
-
-    patterns = torch.randn(12, 16).sign().double()
-    patterns[6:, 0] = -patterns[:6, 0]  # their sum is zero
-    assert falls(make(patterns), torch.cat([patterns, torch.randn(200, 16).sign().double()]))
-    assert set(make(patterns).retrieve(torch.zeros(1, 16).double())[0].tolist()) <= {-1.0, 1.0}  # not zero
-    patterns = torch.randn(1, 1024).sign() * torch.ones(2, 1)
-    patterns[1, :256] *= -1
-    network = make(patterns)  # an exponential must not overflow
-    assert torch.equal(network.retrieve(patterns)[0], patterns[0])
-    assert network.energy(patterns).isfinite().all()
 
 
 @pytest.mark.slow

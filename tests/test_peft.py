@@ -10,6 +10,7 @@ import ahop_layers as ah
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.full
 def test_lora_and_similarities_train_and_return_in_another_process(tmp_path):
     transformers, peft = framework("transformers"), framework("peft")
     model = tiny_vit(transformers)

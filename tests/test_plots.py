@@ -80,7 +80,7 @@ def test_weights_of_every_layer_head_and_base(model, change):
     state = deepcopy(model.state_dict())
     axes = np.array(plots.footprint_weights(model, change=change).axes).reshape(2, 2)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())  # not reset itself
-    assert [axis.get_title() for axis in axes[0]] == ["0, 3 blocks", "2"]
+    assert [axis.get_title() for axis in axes[0]] == ["0, blocks: 3", "2"]
     assert [axis.get_visible() for axis in axes.flat] == [True, True, True, False]  # the second layer has one head
     assert [text.get_text() for text in axes[0][0].get_legend().get_texts()] == ["dis", "dot"]
     by_block, lines = (new - old if change else new for new, old in zip(weights(), initial, strict=True))
@@ -104,7 +104,7 @@ ERRORS = [
     (MAP, {"weights": torch.rand(KEYS)}, r"weights must be \(L, S\) or \(H, L, S\), got \(13,\)"),
     (MAP, {"image": torch.rand(2, 6, 8)}, r"image must be .* got \(2, 6, 8\)"),
     (MAP, {"patches": (4, 4)}, r"at most 13 patches, got \(4, 4\)"),
-    (MAP, {"patches": (2, "4")}, r"got \(2, '4'\)"),
+    (MAP, {"patches": (2, "4")}, "columns must be an integer of at least 1, got '4'"),
     (MAP, {"token": 13}, "an index of one of the 13 queries, got 13"),
     (MAP, {"vmax": "1"}, "vmax must be a positive number, got '1'"),
     ({}, {"source": nn.Linear(2, 2)}, "source must contain an AdaptiveSimilarity, got Linear without one"),

@@ -10,7 +10,6 @@ import torch
 
 from ahop_layers.memory.variants import Mixed
 from benchmarks.harness.rows import read
-from benchmarks.paper.figures import MULTIMODAL
 from benchmarks.paper.networks import NETWORKS
 from benchmarks.paper.retrieval import __main__ as program
 from benchmarks.paper.retrieval import accuracy
@@ -82,16 +81,6 @@ def test_the_quick_version(tmp_path, run):
     assert found["Bayes limit, bias guessed"] < found["Bayes limit"]
     for system in found:
         assert re.search(rf"^\| {re.escape(system)} \| \*{{0,2}}\d\.\d+", shown, flags=re.MULTILINE)
-
-
-@pytest.mark.full
-def test_two_phases(tmp_path, run):
-    shown, rows = run("--table", "multimodal"), read(tmp_path / "multimodal_quick.csv")
-    found = {(row["system_1"], row["system_2"]): float(row["accuracy"]) for row in rows}
-    assert list(found) == list(MULTIMODAL)
-    assert found["M-Hop", "M-Hop"] < found["A-Hop, debias", "A-Hop, debias"]
-    for (one, two), value in found.items():
-        assert re.search(rf"^\| {one} \| {two} \| \*{{0,2}}{value:.3f}\*{{0,2}} \|$", shown, flags=re.MULTILINE)
 
 
 def test_timing_compares_with_the_reference_which_trains_equally(tmp_path, run):

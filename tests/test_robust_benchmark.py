@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from sklearn.metrics import pairwise
 
 from benchmarks.harness.rows import read
 from benchmarks.robust import __main__ as robust
@@ -41,12 +40,3 @@ def test_every_table_is_measured_and_shown(table, data, line, monkeypatch, tmp_p
     assert max(values) > 0
     if table == "scale":
         assert max(values) - min(values) < 0.03  # one query of 40 is 0.025
-
-
-def test_euclid_orders_patterns_as_scikit_learn_does():
-    query, stored = torch.rand(2, 30, 8, generator=torch.Generator().manual_seed(0))
-    query[torch.rand(30, 8, generator=torch.Generator().manual_seed(1)) < 0.5] = torch.nan
-    query[:, 0] = 0.5
-    score = measure.distances(query, stored, torch.ones(1), ("Euclid",))["Euclid"][0]
-    expected = pairwise.nan_euclidean_distances(query.double().numpy(), stored.double().numpy())
-    torch.testing.assert_close(-score, torch.from_numpy(expected).square().float(), rtol=1e-5, atol=1e-6)

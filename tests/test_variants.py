@@ -185,7 +185,7 @@ def test_errors(make, message):
         make()
 
 
-def test_a_memory_of_images_gives_covers_their_size():
+def test_a_memory_of_images_gives_covers_their_size(small_fit):
     memory = AssociativeMemory(torch.rand(40, 2, 6, 8))
     memory.fit(v.Covered(0.3))
     memory.fit([v.Covered(0.3), v.Replaced(0.1)])

@@ -10,7 +10,6 @@ from PIL import Image
 import ahop_layers as ah
 from benchmarks.harness.rows import read
 from benchmarks.paper.images import __main__ as images
-from benchmarks.paper.kernel_similarity import KernelSimilarity
 from examples import vit
 from tests.samples import refuses
 
@@ -74,19 +73,6 @@ def test_maps_show_predictions_and_the_dot_product():
         for column in range(2):
             shown = axes[2 * place + column].images[-1].get_array()
             np.testing.assert_allclose(shown.flatten(), weights[column].mean(0)[0, 1:], rtol=1e-4)
-
-
-def test_kernels_learn_from_the_separation_loss_alone():
-    kernel = KernelSimilarity(6, num_heads=2)
-    query, key = torch.randn(3, 2, 5, 6), torch.randn(3, 2, 4, 6, requires_grad=True)
-    scores = kernel(query, key)
-    torch.testing.assert_close(scores, query @ key.mT)  # the identity at the start
-    task = torch.autograd.grad(scores.square().sum(), [key, kernel.phi], retain_graph=True, allow_unused=True)
-    apart = torch.autograd.grad(kernel.separation_loss, [key, kernel.phi], allow_unused=True)
-    assert [grad is None for grad in (*task, *apart)] == [False, True, True, False]
-    unit = torch.nn.functional.normalize(key.detach(), dim=-1).flatten(0, 1)
-    pairs = torch.stack([torch.pdist(head) for head in unit])
-    torch.testing.assert_close(kernel.separation_loss, (-2 * pairs.square()).exp().mean(-1).log().mean())
 
 
 @pytest.mark.full

@@ -304,7 +304,7 @@ class AssociativeMemory(Associator):
         Unknown queries are copies of stored patterns, with the damage of the last :meth:`fit`, whose pattern, and
         class, is left out.
 
-        >>> memory = AssociativeMemory(patterns := torch.rand(200, 24))
+        >>> memory = AssociativeMemory(patterns := torch.rand(40, 24))
         >>> report = memory.fit()
         >>> hits = memory.search(torch.cat([patterns[:2], torch.rand(2, 24)]))
         >>> hits.confidence[:, 0] > memory.threshold(false_accepts=0.05)

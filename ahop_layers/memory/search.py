@@ -13,7 +13,6 @@ from ahop_layers.memory.codes import Codes, make_codes
 from ahop_layers.memory.labels import class_logsumexp
 from ahop_layers.memory.storage import Stored, read_values
 from ahop_layers.memory.variants import known_range
-from ahop_layers.ops.operators import check_differentiable
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity.protocol import Similarity
 
@@ -68,7 +67,6 @@ class Scorer(NamedTuple):
             rule = f"{name} must be (..., d){shape} with the d = {stored.dim} of the patterns"
             raise AHopError(f"{rule}, got {describe(given)}")
         check_same_device(**{name: given, "patterns": stored.patterns})
-        check_differentiable(**{name: given, "patterns": stored.patterns})
         rows = given.reshape(-1, stored.dim)
         if torch.compiler.is_compiling():
             return rows.to(stored.dtype), batch, False

@@ -37,10 +37,7 @@ def backends() -> dict[str, Status]:
     """
     statuses = {"reference": Status(True, "plain PyTorch, any device")}
     for name, module in KERNELS.items():
-        try:
-            reason = module.unavailable()
-        except AHopError as error:
-            reason = str(error)
+        reason = module.unavailable()
         statuses[name] = Status(reason is None, reason or module.detail())
     return statuses
 

@@ -29,8 +29,8 @@ from ahop_layers.errors import (
     divisors,
 )
 from ahop_layers.ops import chunked, onnx, reference
-from ahop_layers.ops.backend import BACKENDS, KERNELS, choose_kernel
-from ahop_layers.ops.protocols import Need, allocate_grads
+from ahop_layers.ops.backend import BACKENDS, choose_kernel
+from ahop_layers.ops.protocols import allocate_grads
 from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, check_blocks, fold, folded_similarity
 
 
@@ -69,8 +69,8 @@ def adaptive_similarity(
             force one. See :func:`ahop_layers.backends`.
 
     Returns:
-        Scores ``(..., L, S)`` in the dtype of ``query``, accumulated in at least float32. Under autocast the scores are
-        float32. Forward-mode AD and ``torch.func`` take the reference path.
+        Scores ``(..., L, S)`` in the dtype of ``query``; under autocast they are float32. Forward-mode AD and
+        ``torch.func`` take the reference path.
 
     With weight 1 on the last footprint entry and 0 elsewhere, the score is the base similarity itself:
 
@@ -86,7 +86,6 @@ def adaptive_similarity(
     check_pair(query, key)
     batch = _check_weight(query, key, weight, names, uneven=isinstance(blocks, Tensor))
     numbers = _check_blocks(blocks, query, weight)
-    check_differentiable(query=query, key=key, weight=weight)
     check_choice("backend", backend, ("auto", *BACKENDS))
     widths = _check_widths(widths, names, query)
     tracked = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, weight))
@@ -166,17 +165,12 @@ def _check_weight(query: Tensor, key: Tensor, weight: Tensor, names: tuple[str, 
     """Validates the weight for the pair and returns the batch shape of the scores."""
     check_floating(weight=weight)
     check_same_device(query=query, weight=weight)
-    fits = weight.ndim in (2, 3) and weight.shape[-2] == len(names)
-    if not fits or not (uneven or _divides(weight.shape[-1], query.shape[-1])):
+    fits, n = weight.ndim in (2, 3) and weight.shape[-2] == len(names), weight.shape[-1]
+    if not fits or not (uneven or n == query.shape[-1] or (n > 0 and query.shape[-1] % n == 0)):
         shapes = f"(n_bases, n) = ({len(names)}, n) or (H, n_bases, n) = (H, {len(names)}, n) for bases {names}"
         rule = f"n one of {divisors(query.shape[-1])}, the divisors of d"
         raise AHopError(f"weight must be {shapes} with {rule}, got {describe(weight)}")
     return broadcast_batch(query.shape[:-2], key.shape[:-2], weight.shape[:-2])
-
-
-def _divides(n: int, d: int) -> bool:
-    """Returns whether ``d`` dimensions can be cut into ``n`` blocks of equal width."""
-    return n == d or (n > 0 and d % n == 0)
 
 
 def _check_blocks(blocks: int | Tensor | None, query: Tensor, weight: Tensor) -> Tensor | None:
@@ -214,63 +208,17 @@ def _canonical(query: Tensor, key: Tensor, weight: Tensor, batch: tuple[int, ...
     return query, key, weight.expand(heads, *weight.shape[-2:])
 
 
-def check_call(weight: Tensor, bases: str, backend: str, **inputs: Tensor) -> tuple[str, ...]:
-    """Validates what the calls of all operators have, and returns the names of their bases.
-
-    The implementations and the fakes share this check. Kernels compute addresses from shapes and dtypes, so a call
-    that does not pass must never reach them.
-    """
-    names, query = kernel_bases(bases), inputs["query"]
-    check_choice("backend", backend, ("auto", *KERNELS))
-    if any(tensor.ndim != 4 for tensor in inputs.values()) or query.shape[-1] == 0:
-        rule = " and ".join(f"({sizes})" for sizes in ("N, H, L, d", "N, H, S, d", "N, H, S, e")[: len(inputs)])
-        got = " and ".join(f"{name} {describe(tensor)}" for name, tensor in inputs.items())
-        raise AHopError(f"{' and '.join(inputs)} must be {rule} with d >= 1, got {got}")
-    check_floating(query=query)
-    heads, d, blocks = query.shape[1], query.shape[-1], weight.shape[-1] if weight.ndim else 0
-    if not _divides(blocks, d):
-        rule = f"({heads}, {len(names)}, n) with n one of {divisors(d)}, the divisors of d"
-        raise AHopError(f"weight must be {rule}, got {describe(weight)}")
-    dtype = query.dtype if weight.dtype == query.dtype else accumulation_dtype(query.dtype)
-    check_tensor("weight", weight, (heads, len(names), blocks), dtype, query)
-    return names
-
-
 @lru_cache(maxsize=None)
 def kernel_bases(bases: str) -> tuple[str, ...]:
-    """Returns the names in a list separated by commas; raises unless they are built-in bases."""
-    names = check_bases(bases.split(","))
-    custom = [name for name in names if BASES[name].slopes is None]
-    if custom:
-        raise AHopError(f"the registered base {custom[0]!r} runs on the reference path only, got bases={bases!r}")
-    return names
-
-
-def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, query: Tensor) -> None:
-    """Raises unless the tensor has this shape and dtype and is on the device of the query."""
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != query.device:
-        got = f"{describe(tensor)} of {tensor.dtype} on {tensor.device}"
-        raise AHopError(f"{name} must be {tuple(shape)} of {dtype} on {query.device} for this query, got {got}")
-
-
-def check_need(need: Sequence[bool], count: int) -> None:
-    """Raises unless ``need`` has ``count`` entries."""
-    if len(need) != count:
-        raise AHopError(f"need must have {count} entries, one for each input with a gradient, got {need!r}")
-
-
-def check_differentiable(**tensors: Tensor) -> None:
-    """Raises if autograd would have to save a tensor of inference mode."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return
-    found = [name for name, tensor in tensors.items() if tensor.is_inference()]
-    if found and any(tensor.requires_grad for tensor in tensors.values()):
-        rule = "must not be created in torch.inference_mode if a gradient is computed"
-        raise AHopError(f"{found[0]} {rule}, got a tensor that was; clone it, or create it in torch.no_grad")
+    """Returns the names in a list separated by commas."""
+    return tuple(bases.split(","))
 
 
 class _Once(torch.autograd.Function):
-    """The results of a backward operator, which have no derivative."""
+    """The results of a backward operator, which have no derivative.
+
+    ``once_differentiable`` of torch would take them as constants where the gradient of the scores is one.
+    """
 
     @staticmethod
     def forward(ctx: Any, name: str, *args: Any) -> tuple[Tensor, ...]:
@@ -364,7 +312,10 @@ def register_composite(
 
 
 class _ScoreCall(NamedTuple):
-    """The inputs of ``ahop::score``, in the order of its schema; ``wide`` asks for scores of at least float32."""
+    """The inputs of ``ahop::score``, in the order of its schema; ``wide`` asks for scores of at least float32.
+
+    Kernels compute addresses from shapes and dtypes: :func:`adaptive_similarity` checks these.
+    """
 
     query: Tensor
     key: Tensor
@@ -375,14 +326,10 @@ class _ScoreCall(NamedTuple):
     widths: Tensor | None = None
     missing: bool = False
 
-    def check(self) -> tuple[str, ...]:
-        """Validates the call and returns the names of its bases."""
-        query, key = self.query, self.key
-        names = check_call(self.weight, self.bases, self.backend, query=query, key=key)
-        check_tensor("key", key, (*query.shape[:2], key.shape[-2], query.shape[-1]), query.dtype, query)
-        if self.widths is not None:
-            check_tensor("widths", self.widths, (len(names),), accumulation_dtype(query.dtype), query)
-        return names
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the bases."""
+        return kernel_bases(self.bases)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -393,7 +340,7 @@ class _ScoreCall(NamedTuple):
 def _score_forward(*args: Any) -> Tensor:
     """Computes (N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)."""
     call = _ScoreCall(*args)
-    names = call.check()
+    names = call.names
     kernel = choose_kernel(call.backend, call.query, names, call.weight.shape[-1], call.missing)
     if call.weight.requires_grad and hasattr(kernel, "compile_ahead"):
         kernel.compile_ahead(call.query, call.weight, names, call.dtype)
@@ -402,32 +349,20 @@ def _score_forward(*args: Any) -> Tensor:
 
 def _fake_score_forward(*args: Any) -> Tensor:
     call = _ScoreCall(*args)
-    call.check()
     return call.query.new_empty(*call.query.shape[:-1], call.key.shape[-2], dtype=call.dtype)
-
-
-def _checked_backward(grad: Tensor, *args: Any) -> tuple[_ScoreCall, tuple[str, ...], Need]:
-    """Validates the arguments of ``ahop::score_backward``; returns its call, the names of the bases, and ``need``."""
-    query, key, weight, bases, backend, widths, need = args
-    call = _ScoreCall(query, key, weight, bases, backend, widths=widths)
-    names = call.check()
-    dtype = query.dtype if grad.dtype == query.dtype else accumulation_dtype(query.dtype)
-    check_tensor("grad", grad, (*query.shape[:3], key.shape[-2]), dtype, query)
-    check_need(need, 3)
-    return call, names, (need[0], need[1], need[2])
 
 
 def _score_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of query, key and weight, empty where ``need`` is False."""
-    call, names, need = _checked_backward(*args)
-    kernel = choose_kernel(call.backend, call.query, names, call.weight.shape[-1])
-    grads = kernel.score_backward(args[0], call.query, call.key, call.weight, names, need, call.widths)
-    return grads[0], grads[1], grads[2].to(call.weight.dtype)
+    grad, query, key, weight, bases, backend, widths, need = args
+    names = kernel_bases(bases)
+    kernel = choose_kernel(backend, query, names, weight.shape[-1])
+    *grads, slope = kernel.score_backward(grad, query, key, weight, names, tuple(need), widths)
+    return grads[0], grads[1], slope.to(weight.dtype)
 
 
 def _fake_score_backward(*args: Any) -> tuple[Tensor, ...]:
-    call, _, need = _checked_backward(*args)
-    return tuple(allocate_grads(call[:3], need))
+    return tuple(allocate_grads(args[1:4], args[-1]))
 
 
 class _Score(torch.autograd.Function):

@@ -131,13 +131,9 @@ def block_products(query: Tensor, key: Tensor, n: int) -> Tensor:
 
 def pair_values(query: Tensor, key: Tensor, base: str, width: Tensor | None = None) -> Tensor:
     """Similarities per dimension of every pair: ``(..., L, d), (..., S, d) -> (..., L, S, d)``."""
-    return _values(query.unsqueeze(-2), key.unsqueeze(-3), base, width)
-
-
-def _values(query: Tensor, key: Tensor, base: str, width: Tensor | None) -> Tensor:
     if width is not None and BASES[base].saturates:
         query, key = query / width, key / width
-    return BASES[base].value(query, key)
+    return BASES[base].value(query.unsqueeze(-2), key.unsqueeze(-3))
 
 
 def sorted_similarities(
@@ -238,8 +234,9 @@ def known_blocks(
     counts = block_sums(known.to(query.dtype), n, blocks)
     share = (counts / sizes).clamp(min=torch.finfo(query.dtype).tiny)
     query, key = (each.masked_fill(each.isnan(), 0.0) for each in (query, key))
-    pair = query.unsqueeze(-2), key.unsqueeze(-3)
-    values = (_values(*pair, base, _at(widths, index)).masked_fill(~known, 0.0) for index, base in enumerate(bases))
+    values = (
+        pair_values(query, key, base, _at(widths, index)).masked_fill(~known, 0.0) for index, base in enumerate(bases)
+    )
     return [block_sums(each, n, blocks) / share for each in values], counts > 0
 
 

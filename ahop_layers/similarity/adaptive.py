@@ -315,10 +315,7 @@ class AdaptiveSimilarity(Restored):
         own = all(getattr(type(self), name) is getattr(AdaptiveSimilarity, name) for name in ("forward", "_score"))
         return own and built_in
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether scores need little memory beyond query and key."""
-        return self.is_attended
+    is_fused = is_attended  # what a memory asks
 
     @property
     def is_solvable(self) -> bool:
