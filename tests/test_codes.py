@@ -163,7 +163,8 @@ def test_arguments_of_shortlists():
 
 
 @faiss
-def test_auto_keeps_the_recall_that_the_report_says(tmp_path, small_fit):
+def test_auto_keeps_the_recall_that_the_report_says(small_fit, tmp_path, monkeypatch):
+    monkeypatch.setattr("ahop_layers.memory.fit.SHORTLIST_COST", 1)
     stored = patterns(1500)
     memory = ah.AssociativeMemory(stored)
     refuses("needs memory.build_codes", memory.search, stored, 1, "auto")
@@ -177,6 +178,14 @@ def test_auto_keeps_the_recall_that_the_report_says(tmp_path, small_fit):
     assert len(memory._scorer().codes().rate) == 16
     memory.save(tmp_path / "memory")
     assert torch.equal(memory.load(tmp_path / "memory").recall(stored[:9], "auto"), torch.arange(9))
+
+
+@faiss
+def test_auto_searches_few_patterns_exactly(small_fit):
+    """Patterns of a shortlist are gathered, which takes longer than to score a few more of them in order."""
+    memory = ah.AssociativeMemory(patterns(300, 8))
+    memory.build_codes()
+    assert memory.fit(ah.variants.Missing(0.1)).shortlist.length == 300
 
 
 @faiss

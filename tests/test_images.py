@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.memory.images import BEST_SHARE, CONTRAST_START, PIXEL_START
+from ahop_layers.memory.images import BEST_SHARE, CHANCE_SHARE, CONTRAST_START, PIXEL_START
 
 SIDE = 12
 
@@ -45,9 +45,10 @@ def test_the_first_score_is_that_of_the_best_patches_and_of_pixels_and_contrasts
     correlation = torch.einsum("lpd,spd->lsp", first, second).sort(-1, descending=True).values
     expected = correlation[..., : round(BEST_SHARE * correlation.shape[-1])].mean(-1)
     views, others = similarity.views(query), similarity.views(key)
-    for place, base, start in ((0, 1, PIXEL_START), (1, 1, CONTRAST_START)):  # close pixels, rough contrasts
-        difference = (views[place][:, None] - others[place]).abs()
-        expected += start * (-difference / similarity.parts()[place].widths[base]).exp().mean(-1)
+    for place, start, share in ((0, PIXEL_START / SIDE, CHANCE_SHARE), (1, CONTRAST_START, 0.0)):
+        difference = (views[place][:, None] - others[place]).abs()  # of close pixels, and of rough contrasts
+        values = (-difference / similarity.parts()[place].widths[1]).exp().sort(-1, descending=True).values
+        expected += start * values[..., round(share * values.shape[-1]) :].sum(-1) / values.shape[-1]
     torch.testing.assert_close(similarity(query, key), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -29,6 +29,7 @@ BIAS_QUERIES = 8192  # number of queries from which a bias is estimated
 SHORTLIST_QUERIES = 128  # number of queries by which the length of a shortlist is chosen
 SHORTLIST_RECALL = 0.99  # share of what an exact search finds that it keeps
 SHORTEST_SHORTLIST, LONGEST_SHORTLIST = 2**5, 2**13
+SHORTLIST_COST = 32  # a pattern of a shortlist takes the time of so many in an exact search, because it is gathered
 
 
 @contextmanager
@@ -103,8 +104,9 @@ def fit(
 
 
 def _measure_shortlist(scorer: Scorer, data: Variant | Pairs, by_label: bool, generator: torch.Generator) -> Shortlist:
-    """Finds a length that keeps the recall SHORTLIST_RECALL with damaged queries, or all patterns if none does.
+    """Finds a length that keeps the recall SHORTLIST_RECALL with damaged queries.
 
+    It is the number of all patterns if no length does, or if an exact search takes no longer.
     A query for which an exact search finds another pattern than the one it was made of does not count.
     """
     stored = scorer.stored
@@ -124,7 +126,8 @@ def _measure_shortlist(scorer: Scorer, data: Variant | Pairs, by_label: bool, ge
     rank = torch.where(at.any(1), at.int().argmax(1), stored.count)
     rank = rank if by_label or not (right := best[:, 0] == origin).any() else rank[right]
     needed = rank.sort().values[max(0, math.ceil(SHORTLIST_RECALL * len(rank)) - 1)].item() + 1
-    length = min(stored.count, 2 ** math.ceil(math.log2(max(needed, SHORTEST_SHORTLIST))))
+    length = 2 ** math.ceil(math.log2(max(needed, SHORTEST_SHORTLIST)))
+    length = length if SHORTLIST_COST * length < stored.count else stored.count
     return Shortlist(length, (rank < length).double().mean().item(), search(length)[1], exact_seconds)
 
 

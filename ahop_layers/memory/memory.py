@@ -211,8 +211,8 @@ class AssociativeMemory(Associator):
             k: number of patterns to find for each query.
             shortlist: number of patterns whose scores are computed: those whose codes are nearest, see
                 :meth:`build_codes`. ``"auto"`` is a number that finds 99 % of what an exact search finds with the
-                damage of the last :meth:`fit`, and needs codes before that fit. None computes all scores. On a GPU
-                all searches are exact.
+                damage of the last :meth:`fit`, and needs codes before that fit; an exact search if it takes no
+                longer. None computes all scores. On a GPU all searches are exact.
 
         Returns:
             The scores and the indices of the patterns, ``(..., k)`` each, best first. Equal scores are ordered by

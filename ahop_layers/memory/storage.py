@@ -83,7 +83,7 @@ class Stored:
 
     def sample(self, index: Tensor) -> Tensor:
         """Returns the patterns ``index (n,)`` in :attr:`dtype`."""
-        return self.patterns[index].to(self.dtype)
+        return self.patterns.index_select(0, index).to(self.dtype)  # faster than patterns[index]
 
     def chunk(self, start: int, size: int) -> Tensor:
         """Returns ``size`` patterns from ``start`` on in :attr:`dtype`."""

@@ -33,7 +33,8 @@ typedef INT WORD __attribute__((may_alias));
 enum { FN(OCTAVES) = 8 };
 typedef struct {
     T scale, limit; /* exp(-x / width) is 2^(scale * x), and 0 from x = limit on */
-    T share[FN(OCTAVES)]; /* weights of width / 2^k that the base takes over, relative to its own */
+    T share[FN(OCTAVES)]; /* weights of width / 2^k that the base takes over, relative to its own if they are equal */
+    int32_t source[FN(OCTAVES)]; /* the base that has them, or -1 */
     int32_t octaves, merged; /* the largest k; whether another base takes this one over */
 } FN(width);
 #define LANES ((int)(BYTES / sizeof(T)))
@@ -254,13 +255,13 @@ static int FN(load_queries)(const call_t *call, int64_t n, int64_t h, int64_t l,
     return special;
 }
 
-/* Let the widest base NEAR with equal weights take over those whose width is smaller by a power of two: they need one
- * exponential and squares of it. */
-static void FN(merge_widths)(const call_t *call, const FN(buffers) *at)
+/* Let the widest base NEAR of those that distinguish so many ranks take over others whose width is smaller by a power of
+ * two: they need one exponential and squares of it. */
+static void FN(merge_widths)(const call_t *call, const FN(buffers) *at, int64_t ranks)
 {
     int64_t widest = -1;
     for (int64_t b = 0; b < call->n_bases; b++)
-        if (call->bases[b] == NEAR && at->ranks[b] == 1 &&
+        if (call->bases[b] == NEAR && at->ranks[b] == ranks &&
             (widest < 0 || at->widths[b].scale > at->widths[widest].scale))
             widest = b;
     for (int64_t b = 0; widest >= 0 && b < call->n_bases; b++) {
@@ -269,10 +270,14 @@ static void FN(merge_widths)(const call_t *call, const FN(buffers) *at)
         int octave = 1;
         while (octave < FN(OCTAVES) && (T)(1 << octave) != ratio)
             octave++;
-        if (b == widest || call->bases[b] != NEAR || at->ranks[b] != 1 || octave == FN(OCTAVES))
+        if (b == widest || call->bases[b] != NEAR || at->ranks[b] != ranks || octave == FN(OCTAVES) ||
+            (octave <= to->octaves && to->source[octave] >= 0))
             continue;
-        for (; to->octaves < octave; to->share[to->octaves] = 0)
-            to->octaves++;
+        while (to->octaves < octave) {
+            to->share[++to->octaves] = 0;
+            to->source[to->octaves] = -1;
+        }
+        to->source[octave] = (int32_t)b;
         to->share[octave] += at->weights[b * at->blocks] / at->weights[widest * at->blocks];
         at->widths[b].merged = 1;
     }
@@ -299,7 +304,9 @@ static void FN(load_weights)(const call_t *call, int64_t h, T dis, const FN(buff
         at->widths[b].limit = -BIAS / at->widths[b].scale;
         at->widths[b].octaves = at->widths[b].merged = 0;
     }
-    FN(merge_widths)(call, at);
+    FN(merge_widths)(call, at, 1);
+    if (1 < blocks && blocks == call->d)
+        FN(merge_widths)(call, at, blocks);
 }
 
 INLINE int FN(any)(I mask)
@@ -328,6 +335,23 @@ INLINE void FN(near)(V *x, int64_t rows, FN(width) width)
     UNROLL for (int j = 0; j < rows; j++) x[j] = sum[j] * (V)((I)rounded[j] << MANTISSA);
 }
 
+/* Add a base NEAR, and all that it takes over, of a query and a few keys. The columns advance together, because each
+ * waits for the previous step. */
+INLINE void FN(add_near)(FN(width) width, V q, const V *keys, int64_t pitch, int64_t columns, V *sum)
+{
+    V x[ABREAST], own[ABREAST];
+    UNROLL for (int j = 0; j < columns; j++) x[j] = MAX(q - keys[j * pitch], keys[j * pitch] - q);
+    FN(near)(x, columns, width);
+    UNROLL for (int j = 0; j < columns; j++) own[j] = x[j];
+    for (int octave = 1; octave <= width.octaves; octave++)
+        UNROLL for (int j = 0; j < columns; j++) {
+            x[j] = MAX((V){0} + SMALL_T, x[j]); /* subnormal squares are slow */
+            x[j] *= x[j];
+            own[j] += width.share[octave] * x[j];
+        }
+    UNROLL for (int j = 0; j < columns; j++) sum[j] += own[j];
+}
+
 /* Compute the similarity of two rows. */
 INLINE V FN(compare)(int32_t base, FN(width) width, V q, V k)
 {
@@ -335,16 +359,10 @@ INLINE V FN(compare)(int32_t base, FN(width) width, V q, V k)
         return (q - k) * (q - k);
     if (base == DOT)
         return q * k;
-    V distance = MAX(q - k, k - q);
     if (base != NEAR)
-        return distance;
-    FN(near)(&distance, 1, width);
-    V sum = distance;
-    for (int octave = 1; octave <= width.octaves; octave++) {
-        distance = MAX((V){0} + SMALL_T, distance); /* subnormal squares are slow */
-        distance *= distance;
-        sum += width.share[octave] * distance;
-    }
+        return MAX(q - k, k - q);
+    V sum = {0};
+    FN(add_near)(width, q, &k, 0, 1, &sum);
     return sum;
 }
 
@@ -432,7 +450,10 @@ INLINE void FN(sum_run)(int32_t base, FN(width) near, const V *query, const V *k
     UNROLL for (int r = 0; r < queries; r++)
         UNROLL for (int j = 0; j < columns; j++)
             sum[r * ABREAST + j] = FN(compare)(base, near, query[r * pitch + start], keys[j * pitch + start]);
-    for (int64_t i = start + 1; i < end; i++)
+    for (int64_t i = start + 1; base == NEAR && i < end; i++)
+        UNROLL for (int r = 0; r < queries; r++)
+            FN(add_near)(near, query[r * pitch + i], keys + i, pitch, columns, sum + r * ABREAST);
+    for (int64_t i = start + 1; base != NEAR && i < end; i++)
         UNROLL for (int j = 0; j < columns; j++) {
             const V k = keys[j * pitch + i];
             UNROLL for (int r = 0; r < queries; r++)
@@ -648,7 +669,18 @@ INLINE void FN(weigh)(int32_t base, const FN(buffers) *at, const T *weights, int
                 i++;
             }
             FN(from_distance)(base, at->width, columns, rows);
-            UNROLL for (int j = 0; j < columns; j++) sum[j] += weights[i] * rows[j];
+            V own[ABREAST];
+            UNROLL for (int j = 0; j < columns; j++) own[j] = weights[i] * rows[j];
+            for (int octave = 1; base == NEAR && octave <= at->width.octaves; octave++) {
+                const int64_t from = at->width.source[octave];
+                const T weight = from < 0 ? 0 : at->weights[from * blocks + i];
+                UNROLL for (int j = 0; j < columns; j++) {
+                    rows[j] = MAX((V){0} + SMALL_T, rows[j]);
+                    rows[j] *= rows[j];
+                    own[j] += weight * rows[j];
+                }
+            }
+            UNROLL for (int j = 0; j < columns; j++) sum[j] += own[j];
         }
         UNROLL for (int j = 0; j < columns; j++) sums[j] += sum[j];
     }
@@ -980,8 +1012,10 @@ static void FN(forward_shared)(const call_t *call, const FN(buffers) *at, int do
         const step_t *network = FN(fill)(dot ? DOT : L1, mode, &one, 0, vectors);
         FN(sort)(network, one.x, at->d, at->height, vectors, 0);
         for (int64_t b = 0; b < call->n_bases; b++)
-            if ((call->bases[b] == DOT) == dot && (mode == NAN_ASIDE || !FN(is_flat)(at, b))) {
+            if ((call->bases[b] == DOT) == dot && (mode == NAN_ASIDE || !FN(is_flat)(at, b)) &&
+                (mode != PLAIN || !at->widths[b].merged)) {
                 one.width = at->widths[b];
+                one.width.octaves *= mode == PLAIN; /* others pass each base alone */
                 FN(weigh_shared)(call, &one, mode, b, vectors);
             }
     }
