@@ -1,4 +1,9 @@
-"""Recall and time of searches for damaged patterns: exact, shortlisted, and FAISS indices of vectors."""
+"""Recall and time of searches for damaged patterns: exact, shortlisted, and FAISS indices of vectors.
+
+Codes are scanned, not indexed, because indices of codes lose damaged queries: of 200 queries with half of their values
+replaced, among 100,000 patterns, lists of 500 hold 1.00 of the right patterns with IndexBinaryFlat, .91 with 64 of 256
+lists of IndexBinaryIVF in .45 of its time, and .91 with IndexBinaryHNSW in 1.5 times its time.
+"""
 
 import argparse
 import time
