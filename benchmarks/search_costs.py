@@ -4,11 +4,12 @@ To run: python -m benchmarks.search_costs [--device cuda] [--recall] [--help]
 
 Patterns have 64 dimensions that depend on each other. The similarity is the default one, fitted without arguments to
 the first 10,000 patterns. Times are of one query in batches of a size. The memory of a search excludes patterns and
-codes, which are made before. Recall is the share of 256 queries whose origin is found. A shortlist has 500 patterns; on
+codes, which are made before. Recall is the share of 128 queries whose origin is found. A shortlist has 500 patterns; on
 a GPU all searches are exact.
 
 With --recall, recall and seconds a query of the default similarity after a fit, exact and with shortlists, and of FAISS
-indices of vectors, for correlated patterns with up to 80 % of the values of a query replaced or missing. Needs FAISS.
+indices of vectors, for correlated patterns with up to 80 % of the values of a query replaced or missing, and a picture
+of recall over time. Needs FAISS.
 """
 
 import argparse
@@ -22,13 +23,13 @@ import ahop_layers as ah
 from benchmarks import search_recall
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.memory import peak, reset_peak
-from benchmarks.harness.report import number, table
+from benchmarks.harness.report import number, picture_for, table
 from benchmarks.harness.rows import RESULTS, ResultTable, Row
 
-SIZES = {"cpu": (10_000, 100_000, 1_000_000), "cuda": (10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)}
+SIZES = {"cpu": (10_000, 100_000, 1_000_000, 10_000_000), "cuda": (10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)}
 SHORTLIST = 500
 FITTED = 10_000
-ASKED = 256
+ASKED = 128
 DAMAGE = ah.variants.Replaced(0.5)
 KEY = ("search", "patterns", "dim", "queries", "k")
 
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures searches and prints a report."""
     parser = make_parser("search_costs", __doc__)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    parser.add_argument("--sizes", type=integers, help="numbers of patterns (default: 1e4 to 1e6, on cuda to 2e7)")
+    parser.add_argument("--sizes", type=integers, help="numbers of patterns (default: 1e4 to 1e7, on cuda to 2e7)")
     parser.add_argument("--queries", type=integers, default=[1, 64], help="numbers of queries (default: 1,64)")
     parser.add_argument("--recall", action="store_true", help="measure the recall of shortlists, on the CPU")
     parser.add_argument("--output", type=Path, help="file (default: search_costs.csv or search_recall.csv)")
@@ -130,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.recall:
         search_recall.measure(options, results)
         print(search_recall.report(results.own_rows))
+        print(f"plot: {search_recall.draw(results.own_rows, picture_for(output, 'search_recall'))}")
     else:
         measure(options, results)
         print(report(results.own_rows))

@@ -78,7 +78,10 @@ def from_numpy(x: Any, device: torch.device | None = None) -> Any:
     """
     numpy = sys.modules.get("numpy")  # not a dependency: where it is not imported, nobody has an array
     if hasattr(x, "to_numpy"):
-        x = _as_array(x)
+        pandas, frame, x = sys.modules.get("pandas"), x, x.to_numpy()
+        # Dtypes such as Int64 have their own unknown values.
+        if pandas and x.dtype == object and isinstance(frame, pandas.DataFrame) and not _text_column(frame):
+            x = frame.to_numpy(dtype="float64", na_value=nan)
     if numpy is None or not isinstance(x, numpy.ndarray) or x.dtype.kind not in "biufc":
         return x
     if numpy.ma.is_masked(x):
@@ -89,14 +92,6 @@ def from_numpy(x: Any, device: torch.device | None = None) -> Any:
     # Copies arrays that are read-only or have negative strides or another byte order, which PyTorch does not support.
     x = numpy.require(x.astype(x.dtype.newbyteorder("="), copy=False), requirements=["C", "W"])
     return torch.from_numpy(x).to(device)
-
-
-def _as_array(frame: Any) -> Any:
-    """Returns data of pandas as an array, with NaN for the unknown values of dtypes such as Int64."""
-    pandas, array = sys.modules.get("pandas"), frame.to_numpy()
-    if pandas is None or array.dtype != object or not isinstance(frame, pandas.DataFrame) or _text_column(frame):
-        return array
-    return frame.to_numpy(dtype="float64", na_value=nan)
 
 
 def column_names(name: str, x: Any) -> tuple[str, ...] | None:

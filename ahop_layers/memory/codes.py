@@ -69,10 +69,6 @@ class Codes(NamedTuple):
         packed[place] = self.encode(rows)
         return self._replace(packed=packed)
 
-    def only(self, index: Tensor) -> "Codes":
-        """Returns the codes of the patterns ``index (n,)``."""
-        return self._replace(packed=self.packed[index])
-
     def wave(self, rows: Tensor, bit: int) -> Tensor:
         """Returns one bit of each value of ``rows (n, d)``: bool ``(n, d)``."""
         turns = torch.addcmul(self.phase[bit], rows, self.rate[bit])
@@ -124,15 +120,10 @@ def make_codes(stored: Stored, score: Callable[[Tensor, Tensor], Tensor], bits: 
             for bit in range(bits):
                 first, second = (codes.wave(each, bit).to(wide) - 0.5 for each in (query, others))
                 near += first @ second.mT
-            tried.append((_correlation(exact, near), codes))
+            wanted, found = (each - each.mean(1, keepdim=True) for each in (exact, near))
+            tried.append((functional.cosine_similarity(wanted, found).mean().item(), codes))
     enough = CORRELATION * max(correlation for correlation, _ in tried)
     codes = next(codes for correlation, codes in tried if correlation >= enough)
     rate = codes.rate if stored.shards is None else stored.shards.gather(codes.rate)[0]
     codes = codes._replace(rate=rate)
     return codes._replace(packed=codes.encode(stored.patterns))
-
-
-def _correlation(first: Tensor, second: Tensor) -> float:
-    """Returns the mean correlation of the rows of two matrices, 0 for constant ones."""
-    first, second = (each - each.mean(1, keepdim=True) for each in (first, second))
-    return functional.cosine_similarity(first, second).mean().item()

@@ -145,18 +145,12 @@ def calibrate(
     """Fits the confidence of hits to the share of hits that are right.
 
     Half of the queries belong to a stored pattern. The others are the same queries, while their pattern and its class
-    are left out. A sample of the patterns represents a large memory.
+    are left out. A sample of the patterns represents a large memory. ``damage`` is a variant, or pairs of a class, with
+    labels, or of an index, and a query. If ``leave_out``, the pattern that a query was made of does not answer for it,
+    unless it is the only one of its class.
 
-    Args:
-        scorer: what is searched.
-        damage: a variant, or pairs of a class, with labels, or of an index, and a query.
-        leave_out: whether the pattern that a query was made of does not answer for it, unless it is the only one of its
-            class.
-        generator: draws the queries.
-
-    Returns:
-        The calibration, and the confidences of unknown queries in ascending order; None if the patterns are all equal,
-        or of one class.
+    Returns the calibration, and the confidences of unknown queries in ascending order; None if the patterns are all
+    equal, or of one class.
     """
     stored, similarity, device = scorer.stored, scorer.similarity, scorer.stored.patterns.device
     # Images have several views, each of which takes time.

@@ -35,12 +35,10 @@ SHORTLIST_COST = 32  # a pattern of a shortlist takes the time of so many in an 
 @contextmanager
 def progress_line(wanted: bool) -> Iterator[Callable[[str], None]]:
     """Gives a function that shows a step of a fit in one line of the terminal, which is cleared at the end."""
-    if not wanted or sys.stderr is None or not sys.stderr.isatty():
-        yield lambda step: None
-        return
 
     def write(text: str) -> None:
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        if wanted and sys.stderr is not None and sys.stderr.isatty():
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
     try:
         yield lambda step: write(f"fit: {step} ...")

@@ -130,10 +130,6 @@ class ImageSimilarity(nn.Module):
         """Returns the tensors that :meth:`prepare` depends on: an index for each view, and the scale."""
         return [*self._indices(), self.dark]
 
-    def prepare(self, key: Tensor) -> list[Tensor]:
-        """Returns the views of keys, which a memory keeps."""
-        return self.views(key)
-
     def _indices(self) -> list[Tensor]:
         return [buffer for name, buffer in self.named_buffers(recurse=False) if name.startswith("_index_")]
 
@@ -147,6 +143,8 @@ class ImageSimilarity(nn.Module):
             expected = f"{self.channels} * {self.height} * {self.width} = {self.dim}"
             raise AHopError(f"images must have {expected} values, got {describe(rows)}")
         return [self._seen(rows, index) for index in self._indices()]
+
+    prepare = views  # of patterns, which a memory keeps
 
     def _seen(self, rows: Tensor, index: Tensor) -> Tensor:
         if len(index) == 1:

@@ -12,11 +12,11 @@ from ahop_layers.memory.arrays import check_values, from_numpy, is_integer
 
 
 class Classes(NamedTuple):
-    """The distinct labels, ascending, and their counts ``(n_classes,)``; the class of each pattern ``(N,)``, from 0."""
+    """The distinct labels, ascending; the class of each pattern ``(N,)``, from 0; the count of each label."""
 
     labels: Tensor
-    counts: Tensor
     of_pattern: Tensor
+    counts: Tensor
 
 
 Ids = tuple[str | int, ...]
@@ -92,14 +92,8 @@ def _listed(name: str, values: Any) -> list[Any]:
     return listed
 
 
-def classes_of(labels: Tensor) -> Classes:
-    """Returns the classes of ``labels (N,)``."""
-    distinct, index, counts = labels.unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
-    return Classes(distinct, counts, index)
-
-
 def class_logsumexp(chunks: Iterable[Tensor], of_pattern: Tensor, n_classes: int) -> Tensor:
-    """Returns the log-sum-exp of the scores of each class ``(L, n_classes)``.
+    """Returns the log-sum-exp of the scores of each class ``(L, n_classes)``, -inf for a class without a pattern.
 
     ``chunks`` are the scores ``(L, n)``, in at least float32, of consecutive chunks of patterns of the classes
     ``of_pattern (N,)``.
@@ -107,17 +101,11 @@ def class_logsumexp(chunks: Iterable[Tensor], of_pattern: Tensor, n_classes: int
     totals: list[Tensor] = []
     start = 0
     for scores in chunks:
-        end = start + scores.shape[-1]
-        totals.append(_chunk_logsumexp(scores, of_pattern[start:end], n_classes))
-        totals, start = [torch.logaddexp(*totals)] if len(totals) == 2 else totals, end
+        index, limits = of_pattern[start : start + scores.shape[-1]], torch.finfo(scores.dtype)
+        with torch.no_grad():  # the result does not depend on the shift
+            lowest = scores.new_full((len(scores), n_classes), -torch.inf)
+            shift = lowest.scatter_reduce(-1, index.expand_as(scores), scores, "amax").clamp(limits.min, limits.max)
+        exponentials = (scores - shift[:, index]).exp()
+        totals.append(torch.zeros_like(shift).index_add(-1, index, exponentials).log() + shift)
+        totals, start = [torch.logaddexp(*totals)] if len(totals) == 2 else totals, start + len(index)
     return totals[0]
-
-
-def _chunk_logsumexp(scores: Tensor, index: Tensor, n_classes: int) -> Tensor:
-    """The log-sum-exp of ``scores (L, n)`` for each class: ``(L, n_classes)``, -inf for a class without a pattern."""
-    limits = torch.finfo(scores.dtype)
-    with torch.no_grad():  # the result does not depend on the shift
-        lowest = scores.new_full((len(scores), n_classes), -torch.inf)
-        shift = lowest.scatter_reduce(-1, index.expand_as(scores), scores, "amax").clamp(limits.min, limits.max)
-    exponentials = (scores - shift[:, index]).exp()
-    return torch.zeros_like(shift).index_add(-1, index, exponentials).log() + shift

@@ -119,7 +119,8 @@ class AssociativeMemory(Associator):
         # The number of patterns at the last fit, and of those added or removed since.
         self.register_buffer("fit_counts", torch.zeros(2, dtype=torch.int64, device=rows.device))
         self.register_buffer("shortlist", torch.zeros((), dtype=torch.int64, device=rows.device))  # 0: not measured
-        sample = rows if rows.dtype == stored.dtype else stored.sample(stored.spread())
+        some = torch.arange(0, len(rows), max(1, rows.numel() // 2**21), device=rows.device)
+        sample = rows if rows.dtype == stored.dtype else stored.sample(some)
         self.similarity = named_similarity(similarity, sample, shape) if isinstance(similarity, str) else similarity
         self.separation = Separation(separation) if isinstance(separation, str) else separation
         check_callable(similarity=self.similarity, separation=self.separation)
@@ -329,14 +330,17 @@ class AssociativeMemory(Associator):
         tensor([-1., -0., -6.])
         """
         self._unsharded("explain")
-        scorer = self._scorer()
+        scorer, explain = self._scorer(), getattr(self.similarity, "explain", None)
+        if explain is None:
+            kind = type(self.similarity).__name__
+            raise AHopError(f"explain needs a fixed or an adaptive similarity, got {kind}")
         asked = scorer.queries(x, "explain")
         if index is None:
             place = scorer.search(asked, 1)[1][:, 0]
         else:
             place = as_indices(index, scorer.stored.count, asked.rows.device, tuple(asked.batch)).flatten()
         pairs = zip(torch.split(asked.rows, QUERIES_AT_ONCE), torch.split(place, QUERIES_AT_ONCE), strict=True)
-        parts = [scorer.explain(rows, at) for rows, at in pairs]
+        parts = [explain(rows, scorer.stored.sample(at).to(rows.dtype)) for rows, at in pairs]
         return as_given(x, scorer.stored.shaped(asked.result(torch.cat(parts))), scorer.stored.columns)
 
     def _calibration(self) -> Calibration | None:
@@ -522,7 +526,7 @@ class AssociativeMemory(Associator):
             rest, codes = keep.nonzero().flatten().to(stored.patterns.device), stored.keep("codes")
             left = stored.only(rest)
             if codes is not None:
-                left.keep("codes", lambda: codes.only(rest))
+                left.keep("codes", lambda: codes._replace(packed=codes.packed[rest]))
             self._stored = left
             self._count_changes(len(keep) - len(self))
 
@@ -568,7 +572,9 @@ class AssociativeMemory(Associator):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "AssociativeMemory":
         """Moves or converts the memory. ``beta`` can exceed float16, and stays in at least float32."""
-        before, moved = (self.beta, self.calibration, self.foreign), self._stored.moved(fn)
+        before, labels = (self.beta, self.calibration, self.foreign), self._stored.labels
+        labels = None if labels is None else fn(labels)
+        moved = replace(self._stored, patterns=fn(self._stored.patterns), labels=labels, classes=None)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._stored = moved
         self.beta = before[0].to(self.beta.device, accumulation_dtype(moved.dtype))
@@ -646,7 +652,10 @@ class AssociativeMemory(Associator):
         ``check`` is the argument of :class:`AssociativeMemory`.
         """
         path = files.as_path(path)
-        tensors, header = storage.read(path)
+        tensors, header = files.read(path, storage.FILE_KEY, "AssociativeMemory.save")
+        if (version := header.get("version")) != storage.FILE_VERSION:
+            rule = f"the file must have the version {storage.FILE_VERSION} of this ahop-layers"
+            raise AHopError(f"{rule}, got {version!r}")
         try:
             own, parts = storage.belongings(tensors), make_parts(header, tensors)
             columns = own.pop("columns")

@@ -69,15 +69,11 @@ def _make_similarity(dim: int, name: str, options: dict[str, Any]) -> nn.Module:
     """Makes a similarity from its class and options."""
     if name == "ImageSimilarity":
         return ImageSimilarity(**options)
-    init, (assignment, normalize) = options["init"], options["blocks"]
-    given = {
-        "init": init if isinstance(init, str) else torch.tensor(init, dtype=torch.float64, device="cpu"),
-        "bases": [base if isinstance(base, str) else tuple(base) for base in options["bases"]],
-        "blocks": Blocks(
-            torch.tensor(assignment, device="cpu") if isinstance(assignment, list) else assignment, normalize
-        ),
-    }
-    return AdaptiveSimilarity(dim, **options | given)
+    init, (blocks, normalize) = options["init"], options["blocks"]
+    init = init if isinstance(init, str) else torch.tensor(init, dtype=torch.float64, device="cpu")
+    blocks = torch.tensor(blocks, device="cpu") if isinstance(blocks, list) else blocks
+    bases = [base if isinstance(base, str) else tuple(base) for base in options["bases"]]
+    return AdaptiveSimilarity(dim, **options | {"init": init, "bases": bases, "blocks": Blocks(blocks, normalize)})
 
 
 def make_parts(described: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -179,27 +179,17 @@ class Scorer(NamedTuple):
 
         It is computed in the accumulation dtype, because the products can exceed float16.
         """
-        stored, wide, parts = self.stored, accumulation_dtype(self.stored.dtype), []
+        stored, shards, wide = self.stored, self.stored.shards, accumulation_dtype(self.stored.dtype)
+        parts, own = [], slice(None) if shards is None else slice(shards.start, shards.stop)
         for rows in torch.split(asked.rows, QUERIES_AT_ONCE):
             logits = (factor * scores.to(wide) for scores in self.chunks(rows, asked.missing))
             if by_class:
-                parts.append(class_logsumexp(logits, stored.own_classes, len(stored.given_classes().labels)))
+                classes = stored.given_classes()
+                parts.append(class_logsumexp(logits, classes.of_pattern[own], len(classes.labels)))
             else:
                 parts.append(torch.stack([each.logsumexp(-1) for each in logits]).logsumexp(0)[:, None])
-        own = torch.cat(parts)
-        return own if stored.shards is None else stored.shards.logsumexp(own)
-
-    def explain(self, rows: Tensor, index: Tensor) -> Tensor:
-        """Returns what each dimension adds to the score of queries ``(L, d)`` and patterns ``index (L,)``: ``(L, d)``.
-
-        What a block adds is divided equally among its known dimensions. An unknown value adds 0.
-        """
-        explain = getattr(self.similarity, "explain", None)
-        if explain is None:
-            kind = type(self.similarity).__name__
-            raise AHopError(f"explain needs a fixed or an adaptive similarity, got {kind}")
-        found: Tensor = explain(rows, self.stored.sample(index).to(rows.dtype))
-        return found
+        found = torch.cat(parts)
+        return found if shards is None else shards.gather(found).logsumexp(0)
 
     def _compare(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None) -> Tensor:
         """Scores ``query (..., L, d)`` against patterns ``key (..., S, d)``."""

@@ -66,10 +66,6 @@ class Shards:
         """Returns the ``k`` largest scores of all ranks and their indices, out of the best of each rank ``(L, K)``."""
         return merge([(self.columns(scores, k), self.columns(indices + self.start, k))], k)
 
-    def logsumexp(self, values: Tensor) -> Tensor:
-        """Returns the log-sum-exp over the ranks: ``(...) -> (...)``."""
-        return self.gather(values).logsumexp(0)
-
     @torch.no_grad()
     def take(self, module: nn.Module, patterns: Tensor, others: str) -> Tensor:
         """Copies the state of a module from the first rank, and returns this rank's part of ``patterns (N, d)``.

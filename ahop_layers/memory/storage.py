@@ -4,16 +4,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ahop_layers import files
 from ahop_layers.errors import FINITE_BLOCK, AHopError, describe, has_unknown
 from ahop_layers.memory.arrays import as_tensor, check_values
-from ahop_layers.memory.labels import Classes, Ids, as_ids, as_labels, classes_of
+from ahop_layers.memory.labels import Classes, Ids, as_ids, as_labels
 from ahop_layers.memory.shards import Shards
 from ahop_layers.ops.reference import accumulation_dtype
 
@@ -56,7 +54,8 @@ class Stored:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", scoring_dtype(self.patterns.dtype, self.dim, self.largest))
         if self.labels is not None and self.classes is None:
-            object.__setattr__(self, "classes", classes_of(self.labels))
+            found = self.labels.unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
+            object.__setattr__(self, "classes", Classes(*found))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
@@ -70,12 +69,6 @@ class Stored:
     def count(self) -> int:
         """The number of patterns, of all ranks together."""
         return len(self.patterns) if self.shards is None else self.shards.count
-
-    @property
-    def own_classes(self) -> Tensor:
-        """The class of each pattern of this rank ``(n,)``; raises if there are none."""
-        of_pattern = self.given_classes().of_pattern
-        return of_pattern if self.shards is None else of_pattern[self.shards.start : self.shards.stop]
 
     def shaped(self, rows: Tensor) -> Tensor:
         """Returns rows ``(..., d)`` in the shape in which patterns were given."""
@@ -149,16 +142,6 @@ class Stored:
             chunk = (~chunk.isnan()).to(self.dtype) if known else chunk.nan_to_num(0.0)
             total = total + weights[..., start : start + size] @ chunk
         return total
-
-    def spread(self) -> Tensor:
-        """Returns the indices of evenly spaced patterns, of at most 2**21 values or so."""
-        step = max(1, self.count * self.dim // 2**21)
-        return torch.arange(0, self.count, step, device=self.patterns.device)
-
-    def moved(self, function: Callable[[Tensor], Tensor]) -> "Stored":
-        """Applies a function, such as a conversion, to all tensors."""
-        labels = None if self.labels is None else function(self.labels)
-        return replace(self, patterns=function(self.patterns), labels=labels, classes=None)
 
     def take(self, index: Tensor) -> "Stored":
         """Returns the patterns ``index (n,)``, with their classes as labels and without ids."""
@@ -330,15 +313,6 @@ def text_value(name: str, tensor: Any) -> Any:
         return json.loads(bytes(tensor.to("cpu", torch.uint8).numpy(force=True)).decode())
     except (AttributeError, UnicodeDecodeError, ValueError) as error:
         raise AHopError(f"{name} must be JSON in UTF-8, got {type(tensor).__name__} of other bytes") from error
-
-
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors and the header of the file of a memory."""
-    tensors, header = files.read(path, FILE_KEY, "AssociativeMemory.save")
-    version = header.get("version")
-    if version != FILE_VERSION:
-        raise AHopError(f"the file must have the version {FILE_VERSION} of this ahop-layers, got {version!r}")
-    return tensors, header
 
 
 def belongings(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -53,7 +53,7 @@ class AutoSimilarity(AdaptiveSimilarity):
         self.units = None
         self.beta.fill_(1.0)
         self.w.zero_()
-        near = [index for index, name in enumerate(self.names) if name == "near"]
+        near = [row for row, name in enumerate(self.names) if name == "near"]
         self.w[near, -1] = 1 / len(near)
         self.refresh()
 
@@ -82,13 +82,9 @@ class AutoSimilarity(AdaptiveSimilarity):
     def set_(
         self, bases: Sequence[BaseArgument], widths: Sequence[float], units: Tensor | None, weights: Tensor
     ) -> None:
-        """Takes over what was learned.
+        """Takes over the bases that are used, and the width of each, 1 for a base without one.
 
-        Args:
-            bases: the bases that are used.
-            widths: the width of each of them, 1 for a base without one.
-            units: the unit of each dimension ``(d,)``, or None if all are 1.
-            weights: the weight of each rank of the sorted, not cumulated, similarities ``(n_bases, d)``.
+        ``units (d,)`` are None if all are 1, and ``weights (n_bases, d)`` belong to sorted similarities, not cumulated.
         """
         self.w.zero_()
         self.units = None if units is None else units.to(self.w)

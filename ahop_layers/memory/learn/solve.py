@@ -153,12 +153,7 @@ def _cosine(setting: _Setting, rows: slice, problem: Problem) -> Tensor:
 
 
 class _Fixed:
-    """A score without weights to solve for: it is compared with simple scores, and calibrated.
-
-    Args:
-        similarity: the score ``f(query (L, d), patterns (N, d)) -> (L, N)``.
-        patterns, labels, asked, generator: as for :func:`learn`.
-    """
+    """A score ``(L, d), (N, d) -> (L, N)`` without weights to solve for: it is compared with simple scores."""
 
     available: tuple[str, ...] = ("start",)
 
@@ -323,18 +318,10 @@ def learn(
     error on held-out queries, it is the result. For ``similarity="auto"`` these are L1, trimmed L1, Euclid, the dot
     product and one saturating base; for others the score before the fit.
 
-    Args:
-        similarity: what is learned, in place. Without weights to solve for it stays as it is.
-        patterns: ``(N, d)``.
-        labels: the class of each pattern ``(N,)``; None finds the pattern itself. With labels, a pattern does not
-            answer for queries that were made of it, so that the accuracy holds for unseen patterns.
-        asked: the queries, of which some are held out.
-        generator: draws candidates.
-        show: is told what is done next.
-        options: for ``"auto"``, the ``bases``, and the number of ``bins`` of ranks; with one, ranks do not matter.
-
-    Returns:
-        The temperature, by which scores are divided to be logits, and the accuracy on held-out queries.
+    The similarity is learned in place. With the class of each of the ``patterns (N, d)`` as ``labels (N,)``, a pattern
+    does not answer for queries that were made of it, so that the accuracy holds for unseen patterns. ``show`` is told
+    what is done next. ``options`` are, for ``"auto"``, the ``bases``, and the number of ``bins`` of ranks; with one,
+    ranks do not matter. Returns the temperature, by which scores are divided to be logits, and the accuracy.
     """
     began = time.perf_counter()
     wide = accumulation_dtype(patterns.dtype)
