@@ -344,7 +344,6 @@ class AssociativeMemory(Associator):
         return as_given(x, scorer.stored.shaped(asked.result(torch.cat(parts))), scorer.stored.columns)
 
     def _calibration(self) -> Calibration | None:
-        """Returns the calibration of the last fit."""
         if torch.compiler.is_compiling():
             return None
         factor, *weights = self.calibration.tolist()
