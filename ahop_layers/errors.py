@@ -166,37 +166,3 @@ def check_numbers(rule: str, **numbers: object) -> None:
             number = float("nan")
         if not (abs(number) < float("inf") and _NUMBERS[rule](number)):
             raise AHopError(f"{name} must be {rule}, got {value!r}")
-
-
-FINITE_BLOCK = 2**21  # number of elements that are read at once
-
-
-def has_unknown(**matrices: Tensor) -> bool:
-    """Returns whether a matrix ``(N, d)`` holds NaN; raises if one holds infinity, or a row without a known value.
-
-    Reads a matrix in chunks to bound memory.
-    """
-    unknown = False
-    for name, matrix in matrices.items():
-        if _first_row(matrix, lambda chunk: ~chunk.isfinite()) is None:
-            continue
-        row = _first_row(matrix, torch.isinf)
-        if row is not None:
-            raise AHopError(f"{name} must not be infinite, got infinity in row {row}")
-        row = _first_row(matrix, lambda chunk: chunk.isnan().all(-1, keepdim=True))
-        if row is not None:
-            raise AHopError(f"{name} must have a known value in each row, got NaN only in row {row}")
-        unknown = True
-    return unknown
-
-
-def _first_row(matrix: Tensor, found: Callable[[Tensor], Tensor]) -> int | None:
-    """Returns the first row of a matrix ``(N, d)`` for which ``found`` is True in a column, or None."""
-    if matrix.is_meta or matrix.numel() == 0:
-        return None
-    size = max(1, FINITE_BLOCK // matrix.shape[1])
-    chunks = torch.stack([found(chunk).any() for chunk in torch.split(matrix, size)])
-    if not chunks.any():
-        return None
-    start = int(chunks.nonzero()[0]) * size
-    return start + int(found(matrix[start : start + size]).any(-1).nonzero()[0])

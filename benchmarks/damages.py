@@ -1,11 +1,16 @@
-"""A covered block of an image, as a damage of queries."""
+"""A covered block of an image as a damage of queries, and the bias of mixed queries."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Generator, Tensor
 
-from ahop_layers.memory.variants import Level, Variant
+from ahop_layers.memory.variants import Level, Mixed, Variant
+
+
+def bias_of(variant: Mixed, patterns: Tensor) -> Tensor:
+    """Returns the bias ``(d,)`` of every query of ``patterns (..., d)``."""
+    return replace(variant, mask=0.0, noise=0.0)(torch.zeros_like(patterns.reshape(-1, patterns.shape[-1])[0]))
 
 
 def random_level(rows: Tensor, level: Level, generator: Generator | None) -> Tensor:

@@ -69,8 +69,8 @@ BAD_CALLS = {
     "divisor": (similar(12, blocks=5), "blocks must divide d = 12: .* 1, 2, 3, 4, 6, 12, got 5"),
     "length": (similar(12, blocks=torch.arange(6)), "each of the 12 dimensions, got 6"),
     "floats": (lambda: ah.Blocks(torch.ones(12)), "blocks must have an integer dtype, got torch.float32"),
-    "matrix": (lambda: ah.Blocks(torch.zeros(3, 4, dtype=torch.long)), r"blocks must be \(d,\), .* got shape \(3, 4\)"),
-    "meta": (lambda: ah.Blocks(torch.arange(4, device="meta")), "blocks must be a tensor with values"),
+    "matrix": (lambda: ah.Blocks(torch.zeros(3, 4, dtype=torch.long)), r"of the 12 dimensions, got shape \(3, 4\)"),
+    "meta": (lambda: ah.Blocks(torch.arange(4, device="meta")), "must have an integer dtype and values"),
     "gap": (lambda: ah.Blocks(torch.tensor([0, 2])), "from 0 to n - 1, got the numbers 0, 2"),
     "normalize": (lambda: ah.Blocks(4, normalize=1), "normalize must be True or False, got 1"),
     "single dimensions": (

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ahop_layers import errors
 from ahop_layers.errors import AHopError
-from ahop_layers.memory import AssociativeMemory, arrays
+from ahop_layers.memory import AssociativeMemory, arrays, storage
 from ahop_layers.memory import memory as memory_module
 from ahop_layers.memory import search as search_module
 from ahop_layers.memory.variants import Mixed, Noisy
@@ -117,8 +116,8 @@ def test_a_frozen_similarity_and_a_module_of_the_user_are_calibrated_only():
 def test_patterns_drawn_with_the_seed_of_a_fit_do_not_reappear_in_its_queries():
     patterns, seen = torch.rand(600, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1, []
 
-    def damage(origin, generator):
-        seen.append(Mixed(0.8)(origin, generator))
+    def damage(origin):
+        seen.append(Mixed(0.8)(origin))
         return seen[-1]
 
     AssociativeMemory(patterns).fit(damage, seed=0)
@@ -209,7 +208,7 @@ def test_bad_indices_are_named():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_patterns_may_hold_nan_but_not_infinity_and_errors_name_the_row(dtype, monkeypatch):
-    monkeypatch.setattr(errors, "FINITE_BLOCK", 4 * 7)  # seven rows at once
+    monkeypatch.setattr(storage, "READ_ELEMENTS", 4 * 7)  # seven rows at once
     memory, patterns = AssociativeMemory(uniform(40, 4, dtype)), uniform(40, 4, dtype)
     infinite, unknown, gaps = patterns.clone(), patterns.clone(), patterns.clone()
     infinite[[23, 31], [2, 0]], unknown[[24, 30]], gaps[[23, 31], [2, 0]] = -torch.inf, torch.nan, torch.nan

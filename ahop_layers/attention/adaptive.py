@@ -138,7 +138,6 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         self._qkv_same_embed_dim = False
 
     def _reset_parameters(self) -> None:
-        """Re-initializes the projections."""
         # The base class reads from this flag which projections exist.
         flag, self._qkv_same_embed_dim = self._qkv_same_embed_dim, self.in_proj_weight is not None
         super()._reset_parameters()

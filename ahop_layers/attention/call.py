@@ -44,7 +44,6 @@ class Site(NamedTuple):
         return heads and query.shape[-1] == self.dim
 
     def __str__(self) -> str:
-        """Describes the expected call, for error messages."""
         heads = "" if self.heads is None else f"{self.heads} heads of "
         call = "scaled_dot_product_attention" if self.product is None else f"the product {self.product}"
         return f"{call} with {heads}{self.dim} dimensions"

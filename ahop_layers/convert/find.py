@@ -295,7 +295,6 @@ def _call(model: nn.Module, example: Any) -> dict[nn.Module, _Attending | None]:
 
 
 def _agree(calls: list[_Attending | None]) -> _Attending | None:
-    """Combines the calls of one module."""
     attending = [call for call in calls if call is not None]
     refused = next((call for call in attending if call.reason is not None), None)
     if refused is None and attending and any(call != calls[0] for call in calls):

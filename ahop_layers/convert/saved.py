@@ -75,7 +75,6 @@ def _load(model: nn.Module, parts: dict[str, nn.Module], tensors: dict[str, Tens
             raise AHopError(f"{name} must have the shape {tuple(tensor.shape)}, got {got}")
     for name, part in parts.items():
         check_state(part, tensors, _join(name, ""))
-    for name, part in parts.items():
         part.load_state_dict({key: tensors[_join(name, key)] for key in part.state_dict()})
 
 

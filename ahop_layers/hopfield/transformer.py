@@ -42,7 +42,6 @@ class _Layer(nn.Module):
             raise AHopError(f"activation must name a function of torch, got {activation!r}")
 
     def reset_parameters(self) -> None:
-        """Resets all parameters, also of the Hopfield layers."""
         for module in self.children():
             reset(module)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ahop_layers.errors import AHopError, check_same_device, describe, has_unknown
+from ahop_layers.errors import AHopError, check_same_device, describe
 from ahop_layers.memory.arrays import as_indices, as_tensor, from_numpy
 from ahop_layers.memory.confidence import Calibration, calibrate
 from ahop_layers.memory.labels import as_labels
@@ -20,7 +20,7 @@ from ahop_layers.memory.learn.candidates import some_patterns
 from ahop_layers.memory.learn.questions import Pairs
 from ahop_layers.memory.learn.solve import FitReport, Shortlist, learn
 from ahop_layers.memory.search import Scorer
-from ahop_layers.memory.storage import Stored
+from ahop_layers.memory.storage import Stored, read_values
 from ahop_layers.memory.variants import Variant, as_damage
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity.protocol import is_solvable
@@ -153,7 +153,7 @@ def _read_damage(damage: Any, scorer: Scorer, by_label: bool) -> Variant | Pairs
     if index.ndim != 1 or query.shape != (len(index), stored.dim) or not len(index):
         rule = f"damage must be index (n,) and query (n, d) with d = {stored.dim} and n >= 1"
         raise AHopError(f"{rule}, got {describe(index)} and {describe(query)}")
-    if has_unknown(query=query):
+    if read_values("query", query)[0]:
         scorer.check_missing("query")
     return index, query
 

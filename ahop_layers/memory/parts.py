@@ -66,7 +66,6 @@ def _described(similarity: Any) -> Any:
 
 
 def _make_similarity(dim: int, name: str, options: dict[str, Any]) -> nn.Module:
-    """Makes a similarity from its class and options."""
     if name == "ImageSimilarity":
         return ImageSimilarity(**options)
     init, (blocks, normalize) = options["init"], options["blocks"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ahop_layers.errors import FINITE_BLOCK, AHopError, describe, has_unknown
+from ahop_layers.errors import AHopError, describe
 from ahop_layers.memory.arrays import as_tensor, check_values
 from ahop_layers.memory.labels import Classes, Ids, as_ids, as_labels
 from ahop_layers.memory.shards import Shards
@@ -18,6 +18,7 @@ from ahop_layers.ops.reference import accumulation_dtype
 STORED = ("patterns", "labels", "names", "ids", "columns")  # tensors of a state dict that belong to the patterns
 FILE_KEY = "ahop_layers.memory"  # where the files of a memory have their header
 FILE_VERSION = 1
+READ_ELEMENTS = 2**21  # number of elements of the patterns that are read at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,19 +243,27 @@ def make_stored(
 
 
 def read_values(name: str, patterns: Tensor, check: bool = True) -> tuple[bool, float]:
-    """Returns whether ``patterns (N, d)`` hold NaN, and their largest absolute value; raises for infinity.
+    """Returns whether ``patterns (N, d)`` hold NaN, and their largest absolute value.
 
-    Reads them once. Without ``check``, it reads evenly spaced patterns of at most 2**21 values or so.
+    Raises for infinity and for a row without a known value. Without ``check``, it reads evenly spaced patterns of at
+    most 2**21 values or so, and reports no NaN.
     """
     if not patterns.is_floating_point() or not patterns.numel():
         return False, 0.0
-    rows = patterns if check else patterns[:: max(1, patterns.numel() // FINITE_BLOCK)]
-    chunks = torch.split(rows, max(1, FINITE_BLOCK // rows.shape[1]))
+    rows, first = patterns if check else patterns[:: max(1, patterns.numel() // READ_ELEMENTS)], 0
+    chunks = torch.split(rows, max(1, READ_ELEMENTS // rows.shape[1]))
     largest = torch.stack([torch.stack(chunk.aminmax()) for chunk in chunks]).abs().max().item()
     if math.isfinite(largest):
         return False, largest
-    unknown = check and has_unknown(**{name: patterns})
-    return unknown, max(chunk.nan_to_num(0.0, 0.0, 0.0).abs().max().item() for chunk in chunks)
+    for chunk in chunks if check else ():
+        infinite, unknown = chunk.isinf().any(1), chunk.isnan().all(1)
+        if infinite.any():
+            raise AHopError(f"{name} must not be infinite, got infinity in row {first + int(infinite.int().argmax())}")
+        if unknown.any():
+            got = f"NaN only in row {first + int(unknown.int().argmax())}"
+            raise AHopError(f"{name} must have a known value in each row, got {got}")
+        first += len(chunk)
+    return check, max(chunk.nan_to_num(0.0, 0.0, 0.0).abs().max().item() for chunk in chunks)
 
 
 def scoring_dtype(dtype: torch.dtype, dim: int, largest: float) -> torch.dtype:

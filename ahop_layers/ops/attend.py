@@ -213,12 +213,10 @@ def _fake_attend_backward(*args: Any) -> tuple[Tensor, ...]:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        """Computes the readout."""
         return _save(ctx, args, call_operator("attend_forward", *args), plain=False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Computes the gradients of query, key, value, weight and beta."""
         (*tensors, beta), needed = ctx.saved_tensors, ctx.needs_input_grad
         need = (*needed[:4], needed[10])
         args = grad, *tensors, *ctx.options, beta, ctx.scaling
@@ -229,7 +227,6 @@ class _Attend(torch.autograd.Function):
 class _PlainAttend(_Attend):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        """Computes the readout."""
         return _save(ctx, args, _attend_forward(*args), plain=True)
 
 

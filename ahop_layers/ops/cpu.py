@@ -52,7 +52,6 @@ def _library() -> ctypes.CDLL | str:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    """Declares the functions of footprint.c."""
     library.ahop_abi_version.argtypes, library.ahop_abi_version.restype = [], ctypes.c_int64
     for function in (library.ahop_forward, library.ahop_backward):
         function.argtypes, function.restype = [ctypes.c_int64, ctypes.c_char_p], ctypes.c_int

@@ -222,13 +222,11 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str, *args: Any) -> tuple[Tensor, ...]:
-        """Calls the operator."""
         results: tuple[Tensor, ...] = call_operator(name, *args)
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        """Raises: kernels compute first derivatives only."""
         raise AHopError(
             "scores and attention of kernels are differentiable once; adaptive_similarity with backend='reference' can"
             " be differentiated any number of times"
@@ -327,20 +325,14 @@ class _ScoreCall(NamedTuple):
     missing: bool = False
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the bases."""
-        return kernel_bases(self.bases)
-
-    @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the scores."""
         return accumulation_dtype(self.query.dtype) if self.wide else self.query.dtype
 
 
 def _score_forward(*args: Any) -> Tensor:
     """Computes (N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)."""
     call = _ScoreCall(*args)
-    names = call.names
+    names = kernel_bases(call.bases)
     kernel = choose_kernel(call.backend, call.query, names, call.weight.shape[-1], call.missing)
     if call.weight.requires_grad and hasattr(kernel, "compile_ahead"):
         kernel.compile_ahead(call.query, call.weight, names, call.dtype)
@@ -368,7 +360,6 @@ def _fake_score_backward(*args: Any) -> tuple[Tensor, ...]:
 class _Score(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        """Computes the scores."""
         call = _ScoreCall(*args)
         if call.missing:
             raise AHopError("the gradient of scores with missing values takes the reference path")
@@ -379,7 +370,6 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Computes the gradients of query, key and weight."""
         *tensors, widths = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
         return *call_backward("score_backward", need, grad, *tensors, *ctx.options, widths), *[None] * 5

@@ -45,7 +45,6 @@ class _Slice(NamedTuple):
         return self.of_queries(call.query), self.of_keys(call.key), call.weight[self.heads], call.bases
 
     def mask_(self, scores: Tensor, call: AttentionCall) -> Tensor:
-        """Masks scores in place."""
         if call.mask is not None:
             parts = zip(call.mask.shape, (self.n, self.heads, self.rows), strict=False)
             mask = call.mask[tuple(slice(None) if size == 1 else part for size, part in parts)]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers.ops import adaptive_similarity
-from ahop_layers.ops.onnx import is_onnx_export
+from ahop_layers.ops.gpu import launch as gpu
 from ahop_layers.ops.reference import accumulation_dtype, pair_values
 
 
@@ -34,21 +34,18 @@ class FixedSimilarity:
         If ``missing``, NaN is an unknown value: the score is ``d / m`` times the sum over the m of d dimensions that
         both know, and -inf if there is none.
         """
-        if missing:
-            weight = query.new_zeros(1, query.shape[-1])
-            weight[0, -1] = 1.0
-            return adaptive_similarity(query, key, weight, (self.base,), missing=True)
-        if self.base == "dot":
+        if self.base == "dot" and not missing:
             return dot_product(query, key)
-        if self.base == "dis":
+        if self.base == "dis" and not missing:
             # Center first to avoid cancellation far from the origin. A rounded center keeps integers exact.
             center = key.mean(-2, keepdim=True).detach().round()
             query, key = query - center, key - center
             return 2 * query @ key.mT - query.square().sum(-1, keepdim=True) - key.square().sum(-1).unsqueeze(-2)
-        wide = accumulation_dtype(query.dtype)
-        if is_onnx_export():  # which does not know cdist
-            return pair_values(query.to(wide), key.to(wide), "l1").sum(-1).to(query.dtype)
-        return -torch.cdist(query.to(wide), key.to(wide), p=1).to(query.dtype)
+        if query.is_cuda and not missing and (gpu.unavailable() or not gpu.serves(query, (self.base,), 1)):
+            # Of float64, or of many dimensions, plain PyTorch would take longer.
+            wide = accumulation_dtype(query.dtype)
+            return -torch.cdist(query.to(wide), key.to(wide), p=1).to(query.dtype)
+        return adaptive_similarity(query, key, query.new_ones(1, 1), (self.base,), missing=missing)  # one block
 
     def explain(self, query: Tensor, key: Tensor) -> Tensor:
         """Returns what each dimension adds to the scores of the pairs of ``query (L, d)`` and ``key (L, d)``."""

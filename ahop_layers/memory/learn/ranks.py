@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from ahop_layers.ops.operators import adaptive_similarity
-from ahop_layers.ops.reference import block_sums, known_blocks, pair_values
+from ahop_layers.ops.reference import block_sums, known_blocks, pair_values, stretched
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
 from ahop_layers.similarity.protocol import Solvable
 
@@ -47,20 +47,6 @@ def pools(edges: list[int]) -> Tensor:
     bins = one_hot(torch.searchsorted(ends, torch.arange(1, edges[-1] + 1)), len(edges)).mT.float()
     rows = torch.cat([torch.ones(1, edges[-1]), bins])
     return rows / rows.sum(-1, keepdim=True)
-
-
-def stretched_pools(known: Tensor, edges: list[int]) -> Tensor:
-    """Returns :func:`pools` for the first ``known (l,)`` of n ranks, stretched to n ranks: ``(l, 1 + bins, n)``.
-
-    >>> torch.tensor([4.0, 2.0, 6.0, 0.0]) @ stretched_pools(torch.tensor([3]), [2, 4]).mT
-    tensor([[4.0000, 3.3333, 4.6667]])
-    """
-    last = torch.tensor(edges, device=known.device)
-    ends = torch.cat([last[-1:], last]) * (known[:, None] / last[-1])  # of the first `known` ranks
-    starts = pad(ends[:, 1:-1], (2, 0))
-    rank = torch.arange(edges[-1], device=known.device)
-    share = (ends[..., None].clamp(max=rank + 1) - starts[..., None].clamp(min=rank)).clamp(min=0)
-    return share / share.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
 def sorted_similarities(
@@ -116,7 +102,8 @@ def features(
     for part, key in pairs(query, patterns, candidates):
         values, known = sorted_similarities(part[:, None], key, bases, widths)
         if known is not None and complete:  # the same number for all candidates of a query
-            own = stretched_pools(known[:, 0], edges).to(query).mT.contiguous()  # a transposed batch is slow on ARM
+            own = stretched(pool, known[:, :1].expand(-1, len(pool)))
+            own = own.mT.contiguous()  # a transposed batch is slow on ARM
             rows.append(torch.cat([x.nan_to_num(0.0) @ own for x in values], -1))
         else:
             rows.append(torch.cat([_pooled(x, known, pool, edges) for x in values], -1))
