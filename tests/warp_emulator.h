@@ -173,7 +173,7 @@ inline u32 sign_masks(float low, float high) {
 inline u32 shift_left(u32 x, u32 by) { return x << (by & 31); }
 
 // A lane (row g = lane / 4, columns 2 t and 2 t + 1 for t = lane % 4) holds two numbers of an 8 x 8 matrix.
-inline void load_matrices_as(u32 (&r)[4], u32 address, bool transposed) {
+inline void load_matrices_as(u32* r, u32 address, bool transposed) {
     struct { u32 address; u32* r; } each{address, r};
     emulator::in_warp(each, [=](auto** all) {
         for (int matrix = 0; matrix < 4; ++matrix)
@@ -191,8 +191,8 @@ inline void load_matrices_as(u32 (&r)[4], u32 address, bool transposed) {
     });
 }
 
-inline void load_matrices(u32 (&r)[4], u32 address) { load_matrices_as(r, address, false); }
-inline void load_transposed(u32 (&r)[4], u32 address) { load_matrices_as(r, address, true); }
+inline void load_matrices(u32* r, u32 address) { load_matrices_as(r, address, false); }
+inline void load_transposed(u32* r, u32 address) { load_matrices_as(r, address, true); }
 
 inline u32 transpose(u32 matrix) {
     struct { u32 x, r; } each{matrix, 0};

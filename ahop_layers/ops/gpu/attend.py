@@ -214,8 +214,8 @@ class AttentionPlan:
     def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Computes the readout and the log-sum-exp."""
         if call.query.requires_grad and not self.kernels:
-            # Both passes at the same time, where each would compile its own.
-            programs = dict.fromkeys(map(self._program, ("attend_forward", *self.launches)))
+            # Both passes at the same time, where each would compile its own. The longest comes first.
+            programs = dict.fromkeys(map(self._program, ("attend_backward", "attend_forward", *self.launches)))
             nvrtc.compile_together(list(programs), self.limits.device)
         query, key, value = self.inputs(call)
         weights = Weights(call)

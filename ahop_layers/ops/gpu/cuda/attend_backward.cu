@@ -516,16 +516,17 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
     for (int item = 0; item < ring.items; ++item) {
         const int head = ring.key_head(item), n = head / key_heads, begin = item * ring.length;
         int stored = rest == WARPS ? warp : warp < rest ? ring.length : warp - rest;  // the next one
-        for (int key = warp; key < ring.keys; key += WARPS) {
-            const bool is_last = key + WARPS >= ring.keys;
-            int index = head * p.group, query = ring.first_query * ROWS;
-            int place = begin % p.slots, turn = begin / p.slots;
-            own.begin(p, n, head % key_heads, (ring.first_key + key) * ROWS);
-            for (int step = 0; step < ring.length; ++step) {
-                open();
+        // Each of these functions is called at one place: a copy of its code takes long to compile.
+        for (int key = warp, step = 0, index, query, place, turn;;) {
+            if (key < ring.keys && step == 0) {
+                index = head * p.group, query = ring.first_query * ROWS;
+                place = begin % p.slots, turn = begin / p.slots;
+                own.begin(p, n, head % key_heads, (ring.first_key + key) * ROWS);
+            }
+            for (; key < ring.keys && step < ring.length; ++step) {
                 // If the ring has room, all warps store at the same step: none waits for another one then.
                 const int safe = p.slots < WARPS + 5 ? step - DELAY + 1 : (step - DELAY) / WARPS * WARPS;
-                if (is_last && rest == WARPS && stored < safe) store(begin + stored), stored += WARPS;
+                if (key + WARPS >= ring.keys && rest == WARPS && stored < safe) break;
                 if (query == ring.first_query * ROWS) own.set_head(p, n, index);
                 char* const tile = ring.places + place * TILE_BYTES;
                 const u32 address = shared_address(tile), visit = turn * ring.keys + key;
@@ -541,10 +542,17 @@ KERNEL void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend_backward(const Back
                     own.store_weights(p.weight_parts + ((i64)index * tiles_of(p.count) + own.first / ROWS) * PARTS);
                 if (query >= p.length) query = ring.first_query * ROWS, ++index;
                 if (++place == p.slots) place = 0, ++turn;
+                open();
             }
-            own.finish(p, n, head % key_heads);
+            if (key < ring.keys && step == ring.length) {
+                own.finish(p, n, head % key_heads);
+                key += WARPS, step = 0;
+            } else if (stored < ring.length) {
+                store(begin + stored), stored += storing;
+            } else {
+                break;
+            }
         }
-        for (; stored < ring.length; stored += storing) store(begin + stored);
         open();
     }
 }

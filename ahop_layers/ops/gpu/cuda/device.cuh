@@ -83,12 +83,12 @@ DEVICE const char* loaded_again(const char* place) {
 }
 
 // Four 8 x 8 matrices of 16-bit numbers; the lanes 8 i to 8 i + 7 hold the addresses of the rows of matrix i.
-DEVICE void load_matrices(u32 (&r)[4], u32 address) {
+DEVICE void load_matrices(u32* r, u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
 
-DEVICE void load_transposed(u32 (&r)[4], u32 address) {
+DEVICE void load_transposed(u32* r, u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }

@@ -130,12 +130,7 @@ struct Lane {
 template <int D>
 DEVICE void load_own(u32 (&own)[own_words(D)], u32 address) {
 #pragma unroll
-    for (int i = 0; i < own_words(D); i += 4) {
-        u32 r[4];
-        load_matrices(r, address + 8 * i);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) own[i + j] = r[j];
-    }
+    for (int i = 0; i < own_words(D); i += 4) load_matrices(own + i, address + 8 * i);
 }
 
 // Loads the norms of the own rows of a lane.
@@ -168,12 +163,9 @@ DEVICE void multiply_single(float (&c)[4], Left left, Right right) {
         for (int part = PRECISE ? 0 : 2; part < 3; ++part) {
 #pragma unroll
             for (int i = first; i < first + 4 && i < COUNT; ++i) {
-                u32 a[4], b[2];
-#pragma unroll
-                for (int j = 0; j < 4; ++j) a[j] = part_of(left(i, j), part == 0);
-#pragma unroll
-                for (int j = 0; j < 2; ++j) b[j] = part_of(right(i, j), part == 1);
-                multiply_tf32(r, r, a, b);
+                auto a = [&](int j) { return part_of(left(i, j), part == 0); };
+                auto b = [&](int j) { return part_of(right(i, j), part == 1); };
+                multiply_tf32(r, r, {a(0), a(1), a(2), a(3)}, {b(0), b(1)});
             }
         }
 #pragma unroll
@@ -201,12 +193,7 @@ DEVICE void multiply_rows(float (&c)[4], const u32 (&own)[OWN], const u32 (&stre
 template <int D>
 DEVICE void load_streamed(u32 (&streamed)[streamed_words(D)], u32 address) {
 #pragma unroll
-    for (int i = 0; i < streamed_words(D); i += 4) {
-        u32 r[4];
-        load_matrices(r, address + 16 * i);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) streamed[i + j] = r[j];
-    }
+    for (int i = 0; i < streamed_words(D); i += 4) load_matrices(streamed + i, address + 16 * i);
 }
 
 // Adds the products of 16 x 16 numbers, `left(chunk)`, and 16 rows of D numbers to chunks of 8 columns.
