@@ -1,16 +1,11 @@
-"""A covered block of an image as a damage of queries, and the bias of mixed queries."""
+"""A covered block of an image, as a damage of queries."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
 
-from ahop_layers.memory.variants import Level, Mixed, Variant
-
-
-def bias_of(variant: Mixed, patterns: Tensor) -> Tensor:
-    """Returns the bias ``(d,)`` of every query of ``patterns (..., d)``."""
-    return replace(variant, mask=0.0, noise=0.0)(torch.zeros_like(patterns.reshape(-1, patterns.shape[-1])[0]))
+from ahop_layers.memory.variants import Level, Variant
 
 
 def random_level(rows: Tensor, level: Level, generator: Generator | None) -> Tensor:

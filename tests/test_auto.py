@@ -143,6 +143,7 @@ def test_constant_dimensions_change_nothing():
 DAMAGES = {
     "none": None,
     "strong noise": Noisy(0.09),
+    "function with a generator": lambda x, generator: x + 0.1 * torch.rand(x.shape, generator=generator),
     "list": [Noisy(0.01), Missing(0.3), noisy],
     "arrays": (INDEX.numpy(), noisy(PATTERNS[INDEX]).double().numpy()),
     "few pairs, lists": (INDEX[:5].tolist(), noisy(PATTERNS[:5]).tolist()),
@@ -208,7 +209,7 @@ def in_units(count, seed=0):
 def fitted_in_units():
     memory = ah.AssociativeMemory(in_units(80))
     spread = memory.patterns.std(0)
-    memory.fit(lambda x: x + 0.1 * spread * torch.randn(x.shape))
+    memory.fit(lambda x, generator: x + 0.1 * spread * torch.randn(x.shape, generator=generator))
     assert memory.similarity.units is not None
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         converted = copy.deepcopy(memory).to(dtype)

@@ -116,8 +116,8 @@ def test_a_frozen_similarity_and_a_module_of_the_user_are_calibrated_only():
 def test_patterns_drawn_with_the_seed_of_a_fit_do_not_reappear_in_its_queries():
     patterns, seen = torch.rand(600, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1, []
 
-    def damage(origin):
-        seen.append(Mixed(0.8)(origin))
+    def damage(origin, generator):
+        seen.append(Mixed(0.8)(origin, generator))
         return seen[-1]
 
     AssociativeMemory(patterns).fit(damage, seed=0)

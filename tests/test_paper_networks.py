@@ -8,7 +8,6 @@ from torch.nn import functional
 import ahop_layers as ah
 from ahop_layers.memory.variants import Mixed
 from ahop_layers.separation import entmax15, sparsemax
-from benchmarks.damages import bias_of
 from benchmarks.paper.networks import NETWORKS, Network
 from benchmarks.paper.retrieval.accuracy import most_likely, retrieval_accuracy, retrieval_error
 from benchmarks.paper.training import train
@@ -114,5 +113,5 @@ def test_training_improves_on_the_fixed_similarity(variant, name, share):
     after = retrieval_accuracy(network, index, query)
     assert before + share * (limit - before) < after <= limit + 0.01  # tolerance for 1000 random queries
     assert retrieval_error(network, index, query) < error
-    assert (network.bias - bias_of(variant, patterns)).abs().mean() < 0.1
+    assert (network.bias - variant.shift(patterns)).abs().mean() < 0.1
     assert all(parameter.requires_grad for parameter in network.parameters())

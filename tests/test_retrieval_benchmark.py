@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ahop_layers.memory.variants import Mixed
-from benchmarks.damages import bias_of
 from benchmarks.harness.rows import read
 from benchmarks.paper.networks import NETWORKS
 from benchmarks.paper.retrieval import __main__ as program
@@ -30,7 +29,7 @@ def brute_force(variant, query, origin, bias_known):
     """log p(query | origin) as a sum over every mask and every choice of signs."""
     d, count = len(query), int(variant.mask * len(query))
     signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=query.dtype)] * d)
-    shifts = [bias_of(variant, query)] if bias_known else list(variant.bias * signs)
+    shifts = [variant.shift(query)] if bias_known else list(variant.bias * signs)
     total = 0.0
     for shift in shifts:
         value = query - shift

@@ -21,7 +21,7 @@ def uniform(n, d, seed=0):
 
 
 def accuracy(memory, damage, seed=7):
-    query = ah.variants.as_damage(damage)(memory.patterns, random_generator(seed))
+    query = damage(memory.patterns, random_generator(seed))
     return (memory.recall(query) == torch.arange(len(memory.patterns))).double().mean().item()
 
 
@@ -91,7 +91,7 @@ def test_dimensions_in_different_units_get_units_of_their_own(monkeypatch):
 
     def damage(unit):
         wrong = Replaced((0.0, 0.6), torch.zeros(16), unit)
-        return lambda x: wrong(x + 0.03 * unit * torch.randn(x.shape))
+        return lambda x, generator: wrong(x + 0.03 * unit * torch.randn(x.shape, generator=generator), generator)
 
     for scales in (torch.ones(16), 10 ** torch.linspace(-3, 3, 16)):
         memory = ah.AssociativeMemory(uniform(100, 16) * scales)
@@ -115,9 +115,9 @@ def test_labels_leave_the_own_pattern_out():
 
 @pytest.mark.slow
 def test_missing_values_are_learned_with():
-    def damage(x):
-        gone = torch.rand(x.shape) < 0.6
-        noise = 0.02 * torch.randn(x.shape)
+    def damage(x, generator):
+        gone = torch.rand(x.shape, generator=generator) < 0.6
+        noise = 0.02 * torch.randn(x.shape, generator=generator)
         return torch.where(gone, torch.nan, x + noise)
 
     memory = ah.AssociativeMemory(unknown(uniform(120, 24), 0.1, 1))
@@ -136,7 +136,7 @@ def test_a_fixed_score_is_the_result_where_learning_does_not_pay(monkeypatch):
     rows = dict(report.rows)
     assert rows["learned"] < 0.1 < 0.9 < rows[report.chosen]
     assert f"{report.chosen} is as good and was chosen" in str(report)
-    assert accuracy(memory, lambda x: x + 0.05 * torch.randn(x.shape)) > 0.95
+    assert accuracy(memory, lambda x, generator: x + 0.05 * torch.randn(x.shape, generator=generator)) > 0.95
     memory = ah.AssociativeMemory(uniform(60, 16), ah.AdaptiveSimilarity(16, init="dis"))
     before = {name: value.clone() for name, value in memory.similarity.state_dict().items()}
     assert memory.fit(ah.variants.Noisy(0.01)).chosen == "start"

@@ -8,7 +8,7 @@ from torch import nn
 from ahop_layers.errors import AHopError
 from ahop_layers.memory import AssociativeMemory
 from ahop_layers.memory import variants as v
-from benchmarks.damages import Occluded, bias_of
+from benchmarks.damages import Occluded
 
 
 def seeded(seed):
@@ -25,7 +25,7 @@ DAMAGES = {
     "replaced": v.Replaced((0.1, 0.6), 0.0, 1.0),
     "replaced, range of the patterns": v.Replaced((0.1, 0.6)),
     "missing": v.Missing((0.1, 0.9)),
-    "custom": v.as_damage(lambda origin: origin + torch.empty_like(origin).normal_()),
+    "custom": v.as_damage(lambda origin, generator: origin + torch.empty_like(origin).normal_(generator=generator)),
     "composed": v.as_damage([v.Noisy(0.1), v.Replaced(0.3), lambda x: x + torch.randn(x.shape).to(x)]),
 }
 
@@ -55,22 +55,22 @@ def test_mixed_variants_follow_the_definition_of_the_paper(d):
     """Replaced values are within [-1, 1], so that they differ from patterns between 2 and 3, whatever the seed."""
     variant, patterns = v.Mixed(mask=0.29, bias=0.5, seed=1), 2.5 + 0.5 * uniform(20, d)
     index, query = variant.sample(patterns, 300)
-    value = query - bias_of(variant, patterns)
+    value = query - variant.shift(patterns)
     replaced = value < 1.5
     assert (replaced.sum(-1) == int(0.29 * d + 1e-9)).all()  # 29 of 100: in floating point 0.29 * 100 is below 29
     assert (value[replaced].abs() <= 1 + 1e-6).all()
     torch.testing.assert_close(value[~replaced], patterns[index][~replaced])
-    assert set(bias_of(variant, patterns).abs().tolist()) == {0.5}
+    assert set(variant.shift(patterns).abs().tolist()) == {0.5}
 
 
 def test_signs_depend_on_the_seed_of_the_variant_alone():
     patterns = uniform(5, 32)
-    one, same, other = (bias_of(v.Mixed(bias=0.3, seed=seed), patterns) for seed in (1, np.int64(1), 2))
+    one, same, other = (v.Mixed(bias=0.3, seed=seed).shift(patterns) for seed in (1, np.int64(1), 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     index, query = v.Mixed(bias=0.3, seed=1).sample(patterns, 50)
     torch.testing.assert_close(query - patterns[index], one.expand(50, -1))
-    assert bias_of(v.Mixed(bias=0.3, seed=2**64 - 1), patterns).abs().unique().tolist() == pytest.approx([0.3])
+    assert v.Mixed(bias=0.3, seed=2**64 - 1).shift(patterns).abs().unique().tolist() == pytest.approx([0.3])
 
 
 def test_random_values_have_the_range_of_each_dimension_of_the_patterns(monkeypatch):
@@ -105,9 +105,11 @@ def test_damages_are_applied_in_order():
 
 
 def test_any_function_is_a_damage():
-    origin = torch.ones(2, 3)
-    for function in (torch.neg, lambda x: -x, lambda x, scale=-1.0: scale * x):
+    origin, seen = torch.ones(2, 3), []
+    for function in (torch.neg, lambda x: -x, lambda x, scale=-1.0: scale * x, lambda x, _: -x):
         assert torch.equal(v.as_damage(function)(origin, seeded(0)), -origin)
+    v.as_damage(lambda x, generator=None: seen.append(generator) or x)(origin, generator := seeded(0))
+    assert seen == [generator]
     assert torch.equal(v.as_damage(nn.Flatten(1))(origin, seeded(0)), origin)  # a module
 
 
@@ -148,7 +150,7 @@ def test_every_query_draws_its_own_level():
     squares = v.Noisy((0.5, 1.5))(torch.zeros(2000, 1000)).var(-1)
     assert squares.mean().item() == pytest.approx(1.0, abs=0.04)  # uniform in the variance
     biases = v.Mixed(bias=(0.2, 0.4), seed=2)(torch.zeros(500, 6))
-    assert torch.equal(biases.sign(), bias_of(v.Mixed(bias=1.0, seed=2), biases).expand(500, -1))
+    assert torch.equal(biases.sign(), v.Mixed(bias=1.0, seed=2).shift(biases).expand(500, -1))
     assert biases.abs().std(-1).max() < 1e-6
     assert 0.2 <= biases.abs().min() < 0.22 < 0.38 < biases.abs().max() <= 0.4
     assert torch.equal(*(variant(uniform(20, 8), seeded(1)) for variant in (v.Noisy(0.25), v.Noisy(std=0.5))))
@@ -162,6 +164,7 @@ def test_every_query_draws_its_own_level():
     (lambda: v.Noisy(10**400), "noise must be a number of at least 0, got 1000"),
     (lambda: v.Noisy(std=-0.1), "std must be a number of at least 0, got -0.1"),
     (lambda: v.Noisy(), "either noise or std must be given, got noise=None and std=None"),
+    (lambda: v.Mixed(bias=(0.1, 0.2)).shift(torch.zeros(1, 2)), r"bias must be a number, got the range \(0.1, 0.2\)"),
     (lambda: v.Replaced(0.1, 1.0, 1.0), "low must be below high, got 1.0 and 1.0"),
     (lambda: v.Replaced(0.1, float("nan"), 1.0), "low must be a finite number, got nan"),
     (lambda: v.Replaced(0.1, 0.0), "high must be a finite number, got None"),

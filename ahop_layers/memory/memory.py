@@ -415,9 +415,9 @@ class AssociativeMemory(Associator):
 
         Args:
             damage: what happens to a pattern before it is a query: one of :mod:`ahop_layers.memory.variants`, a
-                function ``f(x)``, or a list of these, which apply in order. Or pairs ``(index (n,), query (n, d))`` of
-                the patterns that queries belong to and queries. None assumes that any share of the values may be
-                replaced or missing, and that the others may have a little noise.
+                function ``f(x)`` or ``f(x, generator)``, or a list of these, which apply in order. Or pairs
+                ``(index (n,), query (n, d))`` of the patterns that queries belong to and queries. None assumes that
+                any share of the values may be replaced or missing, and that the others may have a little noise.
             by: ``"label"`` learns to find the class of a query instead of its ``"pattern"``; pairs are then
                 ``(label (n,), query (n, d))``. A query that was made of a stored pattern is scored without that
                 pattern, unless it is the only one of its class. None means by label if the memory has labels.

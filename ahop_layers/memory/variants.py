@@ -13,10 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from inspect import Parameter, signature
 from typing import Any, SupportsIndex
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from ahop_layers.errors import AHopError, check_floating, check_numbers, check_seed, check_sizes, describe
 from ahop_layers.ops.reference import accumulation_dtype
@@ -74,8 +75,9 @@ class Variant(ABC):
 def as_damage(damage: object) -> Variant:
     """Makes a variant of a variant, a function, or a list of damages, which apply in order.
 
-    A function takes ``x (n, d)`` and returns the queries ``(n, d)``. Torch's global generator is seeded during the
-    call, so that a seed determines the queries here, too.
+    A function takes ``x (n, d)`` and returns the queries ``(n, d)``. Its second argument, if it is required or named
+    ``generator``, is a generator or None. Otherwise torch's global generator is seeded during the call, so that a seed
+    determines the queries here, too.
 
     >>> as_damage([Missing(0.0), lambda x: x + 1])(torch.ones(1, 2))
     tensor([[2., 2.]])
@@ -98,12 +100,15 @@ class _Composed(Variant):
     parts: tuple[Variant, ...]
 
     def bind(self, patterns: Tensor) -> Variant:
+        """Binds every part."""
         return _Composed(tuple(part.bind(patterns) for part in self.parts))
 
     def of_shape(self, shape: Sequence[int]) -> Variant:
+        """Gives every part the shape."""
         return _Composed(tuple(part.of_shape(shape) for part in self.parts))
 
     def __call__(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
+        """Applies every part to the result of the one before."""
         for part in self.parts:
             origin = part(origin, generator)
         return origin
@@ -117,7 +122,9 @@ class _Function(Variant):
 
     def __call__(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
         """Applies the function, and checks that it returns a floating-point tensor of the shape of ``origin``."""
-        if generator is None:
+        if _takes_generator(self.function):
+            query = self.function(origin, generator)
+        elif generator is None:
             query = self.function(origin)
         else:
             with torch.random.fork_rng([origin.device] if origin.is_cuda else []):
@@ -127,6 +134,15 @@ class _Function(Variant):
         if query.shape != origin.shape:
             raise AHopError(f"function must return a tensor {describe(origin)}, got {describe(query)}")
         return query
+
+
+def _takes_generator(function: Callable[..., Tensor]) -> bool:
+    try:
+        parameters = signature(function.forward if isinstance(function, nn.Module) else function).parameters.values()
+    except (TypeError, ValueError):  # a function in C, such as torch.neg
+        return False
+    ordered = [each for each in parameters if each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+    return len(ordered) > 1 and (ordered[1].default is Parameter.empty or ordered[1].name == "generator")
 
 
 class _Draw:
@@ -189,6 +205,7 @@ class _Drawn(Variant):
                 raise AHopError(f"{name} must be {RULES[name]} or a range (low, high) with low <= high, got {level!r}")
 
     def __call__(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
+        """Damages each row."""
         return self._apply(origin, _Draw(origin, generator)).to(origin.dtype)
 
     @abstractmethod
@@ -258,8 +275,8 @@ class Mixed(_Drawn):
 
     The absolute value of the bias is a level. Its random signs come from ``seed`` and are the same for all queries.
 
-    >>> index, query = Mixed(mask=0.25, bias=0.5).sample(torch.zeros(3, 8), 5)
-    >>> (query.abs() != 0.5).sum(-1)
+    >>> index, query = (variant := Mixed(mask=0.25, bias=0.5)).sample(torch.zeros(3, 8), 5)
+    >>> (query - variant.shift(query) != 0).sum(-1)
     tensor([2, 2, 2, 2, 2])
     """
 
@@ -269,6 +286,12 @@ class Mixed(_Drawn):
     seed: int = 0
     low: float = -1.0
     high: float = 1.0
+
+    def shift(self, patterns: Tensor) -> Tensor:
+        """Returns the bias ``(d,)`` of every query of ``patterns (..., d)``; ``bias`` must be a number."""
+        if isinstance(self.bias, tuple):
+            raise AHopError(f"bias must be a number, got the range {self.bias!r}")
+        return self.bias * _signs(self.seed, patterns.shape[-1], patterns.device).to(patterns.dtype)
 
     def _apply(self, origin: Tensor, draw: _Draw) -> Tensor:
         query = Noisy(self.noise)(origin, draw.generator)

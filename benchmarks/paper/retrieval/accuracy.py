@@ -15,7 +15,6 @@ from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.memory.variants import Mixed
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity.fixed import FIXED
-from benchmarks.damages import bias_of
 from benchmarks.paper.networks import Network
 
 Memory = AssociativeMemory | Network
@@ -104,7 +103,7 @@ def _bound(variant: Mixed, query: Tensor, origin: Tensor, bias_known: bool) -> t
     variance, bias = max(_number("noise", variant.noise), MIN_VARIANCE), _number("bias", variant.bias)
     count = masked_count(variant, d)
     kept, replaced, width = [], [], variant.high - variant.low
-    for shift in (bias_of(variant, query),) if bias_known else (bias, -bias):
+    for shift in (variant.shift(query),) if bias_known else (bias, -bias):
         value = query - shift
         kept.append((value - origin).square() / (-2 * variance) - 0.5 * math.log(2 * math.pi * variance))
         # The tolerance keeps a replaced value inside its interval despite the rounding of the shift.
