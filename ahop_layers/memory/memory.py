@@ -28,7 +28,7 @@ from ahop_layers.memory.fit import fit, progress_line
 from ahop_layers.memory.learn.auto import first_inverse_temperature
 from ahop_layers.memory.learn.solve import FitReport
 from ahop_layers.memory.parts import describe_parts, make_parts, named_similarity
-from ahop_layers.memory.repair import Mixture, Repaired
+from ahop_layers.memory.repair import NEIGHBORS, Mixture, Repaired
 from ahop_layers.memory.search import CHUNK_SCORES, QUERIES_AT_ONCE, Scorer
 from ahop_layers.memory.shards import Shards
 from ahop_layers.memory.storage import Stored, as_patterns, make_stored
@@ -427,7 +427,8 @@ class AssociativeMemory(Associator):
         (True, True)
         """
         scorer = Scorer(self._unsharded("repair"), self.similarity)
-        return self.mixture(scorer, x, self.beta, None if shortlist is None else self._length(shortlist, 1))
+        length = None if shortlist is None else self._length(shortlist, min(NEIGHBORS, len(self)))
+        return self.mixture(scorer, x, self.beta, length)
 
     # Learning.
 

@@ -6,7 +6,7 @@ maximization. A value keeps its place in proportion to its probability of being 
 has the rest. A second round weighs the neighbors by the likelihood of the row, where a fit found that to be better.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
@@ -46,6 +46,7 @@ class Mixture(nn.Module):
     The gate is closed if repair brought damaged patterns no nearer to the truth.
     """
 
+    _ranges: ClassVar[dict[str, str]] = dict.fromkeys(("spread", "gate"), "a number of at least 0")
     spread: Tensor
     gate: Tensor
 
@@ -62,26 +63,28 @@ class Mixture(nn.Module):
         if torch.compiler.is_compiling():  # a compiled graph does not look for NaN
             asked = asked._replace(missing=asked.missing or getattr(scorer.similarity, "allows_missing", False))
         given = as_tensor("queries x", x, stored.patterns.device, stored.columns)
-        rows, k = given.reshape(-1, stored.dim).to(self.spread.dtype), min(NEIGHBORS, stored.count)
+        spread, gate, k = self.spread, self.gate, min(NEIGHBORS, stored.count)  # a fit in another thread changes them
+        rows = given.reshape(-1, stored.dim).to(spread.dtype)
         parts, size = [], max(1, CHUNK_NEAR // (k * stored.dim))
         for some, values in zip(torch.split(asked.rows, size), torch.split(rows, size), strict=True):
             with torch.no_grad():
                 scores, indices = scorer.search(asked._replace(rows=some), k, shortlist)
             with torch.autocast(rows.device.type, enabled=False):
                 logits = beta * scores.to(values.dtype).clamp(min=LOWEST)
-                parts.append(self.mix(stored, values, logits, indices, self.gate))
+                parts.append(self.mix(stored, values, logits, indices, spread, gate))
         values, intact = (torch.cat(each).reshape(given.shape) for each in zip(*parts, strict=True))
         values = values if given.is_floating_point() else values.round().clamp(0, 255)
         results = (values.to(given.dtype), intact.to(stored.dtype))
         return Repaired(*(as_given(x, each, stored.columns) for each in results))
 
+    @staticmethod
     def mix(
-        self, stored: Stored, rows: Tensor, logits: Tensor, indices: Tensor, gate: Tensor | int
+        stored: Stored, rows: Tensor, logits: Tensor, indices: Tensor, spread: Tensor, gate: Tensor | int
     ) -> tuple[Tensor, Tensor]:
         """Returns repaired ``rows (L, d)`` with neighbors ``indices (L, k)``, and probabilities of being intact."""
         low, high = (each.to(rows.dtype).nan_to_num(0.0) for each in stored.limits())
         span = torch.where(high > low, high - low, (high - low).mean() * FLOOR + torch.finfo(rows.dtype).tiny)
-        near = stored.sample(indices.flatten()).reshape(*indices.shape, -1).to(rows.dtype)
+        near = stored.sample(indices.flatten()).reshape(*indices.shape, stored.dim).to(rows.dtype)
         if stored.unknown:
             near = torch.where(near.isnan(), near.nanmean(1, keepdim=True), near).nan_to_num(0.0)
         unknown = rows.isnan()
@@ -94,7 +97,7 @@ class Mixture(nn.Module):
             weight = (1 - EVEN) * logits.softmax(-1) + EVEN / logits.shape[-1]
             mean = (weight[:, None] @ near)[:, 0]
             own = (weight[:, None] @ (near - mean[:, None]).abs())[:, 0]
-            width = (own + self.spread) / 2 + FLOOR * span
+            width = (own + spread) / 2 + FLOOR * span
             density = torch.exp(-gaps / width[:, None]) * (span / (2 * width))[:, None]  # that of a wrong value is 1
             likely, share = (weight[:, None] @ density)[:, 0], torch.full_like(count, 0.5)
             for _ in range(STEPS):
@@ -107,7 +110,7 @@ class Mixture(nn.Module):
         mean, intact, likelihood = solve(logits)
         if torch.compiler.is_compiling():  # without a branch
             again = solve(likelihood)
-            weighed = self.gate == WEIGHED
+            weighed = torch.as_tensor(gate) == WEIGHED
             mean, intact = torch.where(weighed, again[0], mean), torch.where(weighed, again[1], intact)
         elif gate == WEIGHED:
             mean, intact, _ = solve(likelihood)
@@ -124,8 +127,8 @@ class Mixture(nn.Module):
         few patterns.
         """
         stored, missing = scorer.stored, bool(getattr(scorer.similarity, "allows_missing", False))
-        self.spread, self.gate = torch.zeros_like(self.spread), torch.zeros_like(self.gate)
         if stored.count < FEWEST:
+            self.gate = torch.zeros_like(self.gate)
             return None
         is_damage = any(map(callable, damage)) if isinstance(damage, (tuple, list)) else damage is not None
         damage = as_damage(damage).of_shape(stored.shape) if is_damage else any_damage(stored.shape, missing)
@@ -144,15 +147,15 @@ class Mixture(nn.Module):
 
         indices = neighbors(truth)[1]
         means = stored.sample(indices.flatten()).reshape(*indices.shape, -1).nanmean(1)
-        self.spread = (truth - means).abs().nanmean(0).nan_to_num(0.0).to(self.spread.dtype)
-        unit = self.spread.clamp(min=1e-6 * self.spread.mean())
+        spread = (truth - means).abs().nanmean(0).nan_to_num(0.0).to(self.spread.dtype)
+        unit = spread.clamp(min=1e-6 * spread.mean())
         rows, (logits, indices) = query.to(unit.dtype), neighbors(query)
 
         def error(values: Tensor) -> Tensor:
             return ((values - truth) / unit).nan_to_num(0.0).clamp(-FARTHEST, FARTHEST).square().mean()
 
         def tried(gate: int) -> Tensor:
-            return self.mix(stored, rows, logits.to(unit.dtype), indices, gate)[0]
+            return self.mix(stored, rows, logits.to(unit.dtype), indices, spread, gate)[0]
 
         # The neighbors are weighed again if then more of the repaired patterns find themselves. Errors of single values
         # would not tell: they are small, too, if neighbors are alike in something else, such as the light of a photo.
@@ -162,7 +165,7 @@ class Mixture(nn.Module):
         }
         gate = WEIGHED if found[WEIGHED] > found[OPEN] else OPEN
         left = (error(tried(gate)) / error(tried(CLOSED)).clamp(min=1e-9)).item()
-        self.gate.fill_(gate if left < 1 else CLOSED)
+        self.spread, self.gate = spread, torch.full_like(self.gate, gate if left < 1 else CLOSED)
         return min(left, 1.0)
 
 
