@@ -16,6 +16,7 @@ from ahop_layers.hopfield.adaptive import hflayers_state_dict
 from ahop_layers.memory import AssociativeMemory
 from ahop_layers.memory import variants as variants
 from ahop_layers.memory.images import ImageSimilarity
+from ahop_layers.memory.repair import Repair
 from ahop_layers.ops import adaptive_similarity, footprint, register_base
 from ahop_layers.ops.backend import backends
 from ahop_layers.separation import Separation
@@ -28,8 +29,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AHopError", "Adaptive", "AdaptiveAttention", "AdaptiveHopfield", "AdaptiveHopfieldLayer",
-    "AdaptiveHopfieldPooling", "AdaptiveSimilarity", "AssociativeMemory", "Blocks", "ImageSimilarity", "Report",
-    "Separation", "adapt_", "adaptive_similarity", "association_maps", "backends", "extended_optimizer_state",
+    "AdaptiveHopfieldPooling", "AdaptiveSimilarity", "AssociativeMemory", "Blocks", "ImageSimilarity", "Repair",
+    "Report", "Separation", "adapt_", "adaptive_similarity", "association_maps", "backends", "extended_optimizer_state",
     "footprint", "hflayers_state_dict", "install_as_hflayers", "load_similarities", "parameter_groups", "patches",
     "register_base", "register_converter", "revert_", "save_similarities", "similarity_parameters", "variants",
 ]  # fmt: skip

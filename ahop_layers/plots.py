@@ -1,4 +1,4 @@
-"""Plots of attention maps, learned weights, and explanations.
+"""Plots of attention maps, learned weights, explanations and repaired queries.
 
 Matplotlib is imported by the first call. Figures follow its current style, and their colors are legible on light and
 dark backgrounds. They are not attached to a window: save them, or display them in a notebook. Every function returns
@@ -139,17 +139,47 @@ def explanation(memory: AssociativeMemory, query: Any, index: int | None = None)
     found = int(memory.recall(query)) if index is None else index
     pair = torch.as_tensor(query).reshape(shape), memory.patterns[found]
     asked, pattern = (part.float().cpu().nan_to_num(0.0) for part in pair)
+    return _side_by_side({"query": asked, f"pattern {found}": pattern}, {"share of the score": reasons})
+
+
+@torch.no_grad()
+def repair(memory: AssociativeMemory, query: Any) -> "Figure":
+    """Plots a query, the repaired query, and the probability that each value of the query is intact.
+
+    Unknown values, and those with a probability below one half, have another color in the bars of a row.
+
+    Args:
+        memory: an associative memory after a fit.
+        query: one query, an image if the patterns are images.
+
+    >>> import ahop_layers as ah
+    >>> memory = ah.AssociativeMemory(torch.rand(40, 2) @ torch.rand(2, 8), "l1")
+    >>> report = memory.fit()
+    >>> [axis.get_title() for axis in repair(memory, memory.patterns[3]).axes]
+    ['query', 'repaired', 'probability of being intact']
+    """
+    shape, given = memory.patterns.shape[1:], torch.as_tensor(query)
+    if given.numel() != shape.numel():
+        raise AHopError(f"query must be one query of the shape {tuple(shape)}, got {describe(given)}")
+    values, intact = (torch.as_tensor(each).float().cpu().reshape(shape) for each in memory.repair(query))
+    asked = given.reshape(shape).float().cpu().nan_to_num(0.0)
+    colors = [LINES["dot" if each >= 0.5 else "dis"][0] for each in intact.flatten().tolist()]
+    return _side_by_side({"query": asked, "repaired": values}, {"probability of being intact": intact}, colors)
+
+
+def _side_by_side(patterns: dict[str, Tensor], heat: dict[str, Tensor], colors: Any = LINES["dot"][0]) -> "Figure":
+    """Draws two patterns, and a number for each of their values: images side by side, or bars one below another."""
+    shape = next(iter(patterns.values())).shape
     axes = _panels(1, 3, (2.2, 2.4)) if len(shape) > 1 else _panels(3, 1, (5.0, 1.1))
-    for axis, title in zip(axes.flat, ("query", f"pattern {found}", "share of the score"), strict=True):
+    for axis, (title, values) in zip(axes.flat, (patterns | heat).items(), strict=True):
         axis.set_title(title, fontsize="small")
-    if len(shape) > 1:
-        _show(axes[0, 0], _as_pixels(asked))
-        _show(axes[0, 1], _as_pixels(pattern))
-        _show(axes[0, 2], reasons.reshape(-1, *shape[-2:]).sum(0), cmap="inferno")
-    else:
-        for axis, values in zip(axes.flat, (asked, pattern, reasons), strict=True):
-            axis.bar(range(len(values)), values.numpy(), color=LINES["dot"][0])
+        if len(shape) == 1:
+            axis.bar(range(len(values)), values.numpy(), color=colors)
             _style(axis)
+        elif title in heat:
+            _show(axis, values.reshape(-1, *shape[-2:]).sum(0), cmap="inferno")
+        else:
+            _show(axis, _as_pixels(values))
     return axes[0, 0].figure
 
 

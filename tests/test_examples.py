@@ -12,13 +12,13 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from examples import demo, hopfield, mil, search, vit
+from examples import demo, hopfield, mil, repair, search, vit
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {path.stem: path for path in (ROOT / "examples").glob("*.py") if path.stem != "__init__"}
-MODULES = {module.__name__.rpartition(".")[2]: module for module in (demo, hopfield, mil, search, vit)}
+MODULES = {module.__name__.rpartition(".")[2]: module for module in (demo, hopfield, mil, repair, search, vit)}
 RUNS = {  # example -> arguments of a short run, a line that it prints, and the pictures that it writes
     "hopfield": (
         "--bags 64 --epochs 1",
@@ -26,6 +26,7 @@ RUNS = {  # example -> arguments of a short run, a line that it prints, and the 
         ["hopfield"],
     ),
     "mil": ("--fast-dev-run", r"adaptive +[01]\.\d{4}", ["adaptive/roc", "adaptive/instances"]),
+    "repair": ("--steps 100", r"replaced, with ah\.Repair +0\.\d{3}", ["repair", "accuracy"]),
     "search": ("--patterns 60 --seeds 1", r"70% +[01]\.\d{3} +[01]\.\d{3} +[01]\.\d{3}", ["search"]),
     "vit": ("--fast-dev-run", r"adaptive +[01]\.\d{4}", ["dot/confusion", "adaptive/maps", "adaptive/weights"]),
 }
@@ -92,6 +93,15 @@ def test_search_finds_more_and_draws_its_answers(tmp_path, monkeypatch, small_fi
     assert [[text.get_text() for text in axis.texts] for axis in axes[13:16]] == [[], ["\u2713"], ["\u2717"]]
     for axis, digit in zip(axes[14:], digits, strict=True):
         assert torch.equal(torch.from_numpy(axis.images[0].get_array().data).flatten(), digit)
+
+
+def test_repair_keeps_what_the_network_reads(tmp_path, small_fit):
+    found = repair.main(["--out", str(tmp_path)])
+    for kind, gain in (("replaced", 0.15), ("missing", -0.02)):
+        alone, repaired = (found[f"{kind}, {name}"] for name in ("network alone", "with ah.Repair"))
+        assert repaired[0] > alone[0] - 0.02
+        assert min(repaired[at] - alone[at] for at in (2, 3, 4)) > gain
+        assert repaired[2] > 0.9
 
 
 def test_a_switched_model_computes_the_same_and_learns(tmp_path, monkeypatch):

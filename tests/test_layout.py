@@ -71,10 +71,10 @@ def test_no_assert_in_the_package():
 def test_public_names():
     names = """
         AHopError Adaptive AdaptiveAttention AdaptiveHopfield AdaptiveHopfieldLayer AdaptiveHopfieldPooling
-        AdaptiveSimilarity AssociativeMemory Blocks ImageSimilarity Report Separation adapt_ adaptive_similarity
-        association_maps backends extended_optimizer_state footprint hflayers_state_dict install_as_hflayers
-        load_similarities parameter_groups patches register_base register_converter revert_ save_similarities
-        similarity_parameters variants
+        AdaptiveSimilarity AssociativeMemory Blocks ImageSimilarity Repair Report Separation adapt_
+        adaptive_similarity association_maps backends extended_optimizer_state footprint hflayers_state_dict
+        install_as_hflayers load_similarities parameter_groups patches register_base register_converter revert_
+        save_similarities similarity_parameters variants
     """
     assert sorted(ah.__all__) == names.split()
     assert all(getattr(ah, name).__doc__ for name in ah.__all__)

@@ -151,3 +151,31 @@ def test_an_explanation_shows_query_pattern_and_contributions(shape):
     assert plots.explanation(memory, query, index=2).axes[1].get_title() == "pattern 2"
     with pytest.raises(ah.AHopError, match="query must be one query of the shape"):
         plots.explanation(memory, memory.patterns[:2])
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 4)])
+def test_a_repair_shows_query_repaired_values_and_probabilities(shape):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(60, 2, generator=generator) @ torch.rand(2, 12, generator=generator)
+    memory = ah.AssociativeMemory(rows.reshape(-1, *shape), "l1")  # whose fit is short
+    memory.fit()
+    query = memory.patterns[4].clone()
+    query.view(-1)[:2] = torch.tensor([9.0, torch.nan])
+    values, intact = memory.repair(query)
+    axes = plots.repair(memory, query.numpy()).axes
+    assert [axis.get_title() for axis in axes] == ["query", "repaired", "probability of being intact"]
+    if len(shape) == 1:
+        heights = [[bar.get_height() for bar in axis.patches] for axis in axes]
+        for drawn_values, expected in zip(heights, (query.nan_to_num(0.0), values, intact), strict=True):
+            np.testing.assert_allclose(drawn_values, expected, rtol=1e-5, atol=1e-6)
+        colors = [bar.get_facecolor() for bar in axes[0].patches]
+        suspicious = [color == colors[0] for color in colors]
+        assert suspicious == (intact < 0.5).tolist()
+        assert sum(suspicious) >= 2
+    else:
+        np.testing.assert_allclose(axes[2].images[0].get_array(), intact, rtol=1e-5)
+        np.testing.assert_allclose(
+            axes[1].images[0].get_array(), (values - values.min()) / (values.max() - values.min())
+        )
+    with pytest.raises(ah.AHopError, match="query must be one query of the shape"):
+        plots.repair(memory, memory.patterns[:2])

@@ -28,6 +28,7 @@ from ahop_layers.memory.fit import fit, progress_line
 from ahop_layers.memory.learn.auto import first_inverse_temperature
 from ahop_layers.memory.learn.solve import FitReport
 from ahop_layers.memory.parts import describe_parts, make_parts, named_similarity
+from ahop_layers.memory.repair import NEIGHBORS, Mixture, Repaired
 from ahop_layers.memory.search import CHUNK_SCORES, QUERIES_AT_ONCE, Scorer
 from ahop_layers.memory.shards import Shards
 from ahop_layers.memory.storage import Stored, as_patterns, make_stored
@@ -119,6 +120,7 @@ class AssociativeMemory(Associator):
         # The number of patterns at the last fit, and of those added or removed since.
         self.register_buffer("fit_counts", torch.zeros(2, dtype=torch.int64, device=rows.device))
         self.register_buffer("shortlist", torch.zeros((), dtype=torch.int64, device=rows.device))  # 0: not measured
+        self.mixture = Mixture(stored.dim, wide, rows.device)
         some = torch.arange(0, len(rows), max(1, rows.numel() // 2**21), device=rows.device)
         sample = rows if rows.dtype == stored.dtype else stored.sample(some)
         self.similarity = named_similarity(similarity, sample, shape) if isinstance(similarity, str) else similarity
@@ -399,6 +401,34 @@ class AssociativeMemory(Associator):
 
         return read(iterate(rows[None, None], attend, follow, change, int(steps) - 1, 0.0))[0, 0]
 
+    def repair(self, x: Any, shortlist: int | str | None = None) -> Repaired:
+        """Replaces values that are wrong or unknown by what similar patterns have in their place, with gradients.
+
+        Use it before a network that was trained on clean rows and is not to be trained again:
+        :class:`~ahop_layers.Repair` is the layer. A query in which nothing is suspicious keeps all values but NaN, and
+        so do all queries if the last :meth:`fit` found that repair brings damaged patterns no nearer to the truth.
+        Values beyond the range of the patterns are first moved into it.
+
+        Args:
+            x: queries ``(..., d)``, or in the shape of the patterns.
+            shortlist: the argument of :meth:`search`.
+
+        Returns:
+            ``values``, in the shape and dtype of ``x``, and ``intact``, the probability of each given value.
+
+        >>> rows = torch.rand(200, 2) @ torch.rand(2, 16)
+        >>> memory = AssociativeMemory(rows[:190])
+        >>> report = memory.fit()
+        >>> query = rows[190:].clone()
+        >>> query[:, 0], query[:, 1] = torch.nan, 9.0
+        >>> values, intact = memory.repair(query)
+        >>> bool((values - rows[190:]).abs().max() < 1.0), bool((intact[:, 1] < 0.5).all())
+        (True, True)
+        """
+        scorer = Scorer(self._unsharded("repair"), self.similarity)
+        length = None if shortlist is None else self._length(shortlist, min(NEIGHBORS, len(self)))
+        return self.mixture(scorer, x, self.beta, length)
+
     # Learning.
 
     def fit(self, damage: Any = None, by: str | None = None, *, seed: int = 0, progress: bool = True) -> FitReport:
@@ -444,8 +474,10 @@ class AssociativeMemory(Associator):
         with self._writing, torch.inference_mode(False), torch.no_grad(), unchanged_on_error(self):
             with progress_line(progress) as show:
                 temperature, calibrated, report = fit(self._scorer(), damage, by == "label", int(seed), show)
-            if self._fits_beta:
-                self.beta.fill_(1 / temperature)
+                if self._fits_beta:
+                    self.beta.fill_(1 / temperature)
+                show("learning to repair")
+                left = self.mixture.learn_(self._scorer(), damage, self.beta, int(seed))
             self.fit_counts = self.fit_counts.new_tensor([stored.count, 0])
             self.shortlist = self.shortlist.new_tensor(report.shortlist.length if report.shortlist else 0)
             self.calibration = torch.zeros_like(self.calibration)
@@ -454,7 +486,7 @@ class AssociativeMemory(Associator):
                 shares = torch.linspace(0, 1, CALIBRATED, dtype=foreign.dtype, device=foreign.device)
                 self.foreign = foreign.quantile(shares).to(self.foreign)
                 self.calibration = self.calibration.new_tensor([calibration.factor, *calibration.weights])
-        return report
+        return report._replace(repair=left)
 
     def _scorer(self) -> Scorer:
         """Returns what scores queries against what is stored now."""
@@ -571,13 +603,14 @@ class AssociativeMemory(Associator):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "AssociativeMemory":
         """Moves or converts the memory. ``beta`` can exceed float16, and stays in at least float32."""
-        before, labels = (self.beta, self.calibration, self.foreign), self._stored.labels
+        before, labels = (self.beta, self.mixture.spread, self.calibration, self.foreign), self._stored.labels
         labels = None if labels is None else fn(labels)
         moved = replace(self._stored, patterns=fn(self._stored.patterns), labels=labels, classes=None)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._stored = moved
-        self.beta = before[0].to(self.beta.device, accumulation_dtype(moved.dtype))
-        self.calibration, self.foreign = (each.to(self.calibration.device) for each in before[1:])
+        wide = accumulation_dtype(moved.dtype)
+        self.beta, self.mixture.spread = before[0].to(self.beta.device, wide), before[1].to(self.beta.device, wide)
+        self.calibration, self.foreign = (each.to(self.calibration.device) for each in before[2:])
         return self
 
     # State dicts and files.

@@ -12,7 +12,6 @@ from ahop_layers.memory.arrays import as_tensor, top_k
 from ahop_layers.memory.codes import Codes, make_codes
 from ahop_layers.memory.labels import class_logsumexp
 from ahop_layers.memory.storage import Stored, read_values
-from ahop_layers.memory.variants import known_range
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity.protocol import Similarity
 
@@ -94,9 +93,8 @@ class Scorer(NamedTuple):
 
     def _reach(self) -> tuple[Tensor, Tensor]:
         """Returns how far a value may be from the stored ones: its limits, ``(d,)`` each."""
-        patterns, wide = self.stored.patterns, accumulation_dtype(self.stored.dtype)
-        low, high = known_range(patterns) if patterns.is_floating_point() else patterns.aminmax(dim=0)
-        low, high = low.to(wide).nan_to_num(torch.inf), high.to(wide).nan_to_num(-torch.inf)
+        low, high = self.stored.limits()
+        low, high = low.nan_to_num(torch.inf), high.nan_to_num(-torch.inf)
         if self.stored.shards is not None:
             low, high = self.stored.shards.gather(low).amin(0), self.stored.shards.gather(high).amax(0)
         span = high - low

@@ -13,6 +13,7 @@ from ahop_layers.errors import AHopError, describe
 from ahop_layers.memory.arrays import as_tensor, check_values
 from ahop_layers.memory.labels import Classes, Ids, as_ids, as_labels
 from ahop_layers.memory.shards import Shards
+from ahop_layers.memory.variants import known_range
 from ahop_layers.ops.reference import accumulation_dtype
 
 STORED = ("patterns", "labels", "names", "ids", "columns")  # tensors of a state dict that belong to the patterns
@@ -82,6 +83,17 @@ class Stored:
     def chunk(self, start: int, size: int) -> Tensor:
         """Returns ``size`` patterns from ``start`` on in :attr:`dtype`."""
         return self.patterns[start : start + size].to(self.dtype)
+
+    def limits(self) -> tuple[Tensor, Tensor]:
+        """Returns the smallest and the largest known value of each dimension ``(d,)``, NaN if none is known."""
+
+        def find() -> tuple[Tensor, Tensor]:
+            patterns, wide = self.patterns, accumulation_dtype(self.dtype)
+            low, high = known_range(patterns) if patterns.is_floating_point() else patterns.aminmax(dim=0)
+            return low.to(wide), high.to(wide)
+
+        found: tuple[Tensor, Tensor] = self.keep("limits", find)
+        return found
 
     def given_classes(self) -> Classes:
         """Returns the classes, or raises if there are none."""

@@ -67,6 +67,8 @@ class FitReport(NamedTuple):
         seconds: duration of the fit.
         shortlist: what ``shortlist="auto"`` means from now on; None if there were no codes, see
             :meth:`~ahop_layers.AssociativeMemory.build_codes`.
+        repair: the share of the squared error of damaged patterns that
+            :meth:`~ahop_layers.AssociativeMemory.repair` leaves; 1 if it does not pay. None if there are too few.
 
     >>> print(FitReport((("L1", 0.5), ("learned", 0.9)), "learned", 256, 1.25))
     accuracy on 256 held-out queries
@@ -80,6 +82,7 @@ class FitReport(NamedTuple):
     queries: int
     seconds: float
     shortlist: Shortlist | None = None
+    repair: float | None = None
 
     def __str__(self) -> str:
         lines = [f"{name:<14} {accuracy:.3f}" for name, accuracy in self.rows]
@@ -87,6 +90,9 @@ class FitReport(NamedTuple):
             lines.append(f"learning does not pay here: {self.chosen} is as good and was chosen")
         if self.shortlist is not None:
             lines.append(str(self.shortlist))
+        if self.repair is not None:
+            does_not = "repair does not pay here: it changes unknown values only"
+            lines.append(does_not if self.repair == 1 else f"repair leaves {self.repair:.2f} of the squared error")
         return "\n".join([f"accuracy on {self.queries} held-out queries", *lines, f"fitted in {self.seconds:.1f} s"])
 
 

@@ -1,0 +1,197 @@
+"""Repair: values of a query that are wrong or unknown become what similar patterns have in their place.
+
+A value is intact, and then near the value of a neighbor that the similarity found, with a Laplace density, or wrong,
+with a uniform density over the range of its column. The share of wrong values of a row is found by expectation
+maximization. A value keeps its place in proportion to its probability of being intact, and the mean of the neighbors
+has the rest. A second round weighs the neighbors by the likelihood of the row, where a fit found that to be better.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Generator, Tensor, nn
+
+from ahop_layers.errors import AHopError
+from ahop_layers.memory.arrays import as_given, as_tensor
+from ahop_layers.memory.learn.questions import any_damage
+from ahop_layers.memory.search import Queries, Scorer
+from ahop_layers.memory.storage import Stored
+from ahop_layers.memory.variants import as_damage
+
+NEIGHBORS = 32  # most neighbors of a row
+EVEN = 0.2  # share of the weight that all neighbors have alike
+FLOOR = 0.01  # smallest scale of an intact value, relative to the range of its column
+STEPS = 8  # steps of expectation maximization
+SHARES = 0.001, 0.98  # smallest and largest share of wrong values in a row
+SUSPICIOUS = 0.5  # a value with a smaller probability of being intact is suspicious
+HELD = 256  # number of damaged patterns from which a fit learns
+FEWEST = 8  # patterns that are needed for it
+FAR = 2.0  # a value that is farther from the range of its column, in its lengths, is wrong
+LOWEST = -1e9  # score of a neighbor without a common value, finite
+CHUNK_NEAR = 2**21  # number of values of neighbors that are read at once, to bound memory
+FARTHEST = 3.0  # limit of an error in units of its column, where errors are compared
+CLOSED, OPEN, WEIGHED = 1, 2, 3  # the gate: 0 is no fit; unknown values only; all values; neighbors weighed again
+
+
+class Repaired(NamedTuple):
+    """Repaired values in the shape and dtype of the queries, and the probability that each given value is intact."""
+
+    values: Any
+    intact: Any
+
+
+class Mixture(nn.Module):
+    """What a fit learns for repair: how far intact values are from their neighbors ``(d,)``, and the gate.
+
+    The gate is closed if repair brought damaged patterns no nearer to the truth.
+    """
+
+    _ranges: ClassVar[dict[str, str]] = dict.fromkeys(("spread", "gate"), "a number of at least 0")
+    spread: Tensor
+    gate: Tensor
+
+    def __init__(self, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("spread", torch.zeros(dim, dtype=dtype, device=device))
+        self.register_buffer("gate", torch.zeros((), dtype=torch.int64, device=device))
+
+    def forward(self, scorer: Scorer, x: Any, beta: Tensor, shortlist: int | None) -> Repaired:
+        """Repairs queries; see :meth:`ahop_layers.AssociativeMemory.repair`."""
+        if not torch.compiler.is_compiling() and not self.gate:
+            raise AHopError(f"repair needs a fit of at least {FEWEST} patterns, got none: call memory.fit()")
+        asked, stored = scorer.queries(x, "repair"), scorer.stored
+        if torch.compiler.is_compiling():  # a compiled graph does not look for NaN
+            asked = asked._replace(missing=asked.missing or getattr(scorer.similarity, "allows_missing", False))
+        given = as_tensor("queries x", x, stored.patterns.device, stored.columns)
+        spread, gate, k = self.spread, self.gate, min(NEIGHBORS, stored.count)  # a fit in another thread changes them
+        rows = given.reshape(-1, stored.dim).to(spread.dtype)
+        parts, size = [], max(1, CHUNK_NEAR // (k * stored.dim))
+        for some, values in zip(torch.split(asked.rows, size), torch.split(rows, size), strict=True):
+            with torch.no_grad():
+                scores, indices = scorer.search(asked._replace(rows=some), k, shortlist)
+            with torch.autocast(rows.device.type, enabled=False):
+                logits = beta * scores.to(values.dtype).clamp(min=LOWEST)
+                parts.append(self.mix(stored, values, logits, indices, spread, gate))
+        values, intact = (torch.cat(each).reshape(given.shape) for each in zip(*parts, strict=True))
+        values = values if given.is_floating_point() else values.round().clamp(0, 255)
+        results = (values.to(given.dtype), intact.to(stored.dtype))
+        return Repaired(*(as_given(x, each, stored.columns) for each in results))
+
+    @staticmethod
+    def mix(
+        stored: Stored, rows: Tensor, logits: Tensor, indices: Tensor, spread: Tensor, gate: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
+        """Returns repaired ``rows (L, d)`` with neighbors ``indices (L, k)``, and probabilities of being intact."""
+        low, high = (each.to(rows.dtype).nan_to_num(0.0) for each in stored.limits())
+        span = torch.where(high > low, high - low, (high - low).mean() * FLOOR + torch.finfo(rows.dtype).tiny)
+        near = stored.sample(indices.flatten()).reshape(*indices.shape, stored.dim).to(rows.dtype)
+        if stored.unknown:
+            near = torch.where(near.isnan(), near.nanmean(1, keepdim=True), near).nan_to_num(0.0)
+        unknown = rows.isnan()
+        usable = (~unknown & (rows >= low - FAR * span) & (rows <= high + FAR * span)).to(rows.dtype)
+        x = rows.nan_to_num(0.0).clamp(low, high)
+        gaps, count = (x[:, None] - near).abs(), usable.sum(-1, keepdim=True).clamp(min=1)
+
+        def solve(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """Returns the mean of the neighbors, probabilities, and the likelihood of each neighbor."""
+            weight = (1 - EVEN) * logits.softmax(-1) + EVEN / logits.shape[-1]
+            mean = (weight[:, None] @ near)[:, 0]
+            own = (weight[:, None] @ (near - mean[:, None]).abs())[:, 0]
+            width = (own + spread) / 2 + FLOOR * span
+            density = torch.exp(-gaps / width[:, None]) * (span / (2 * width))[:, None]  # that of a wrong value is 1
+            likely, share = (weight[:, None] @ density)[:, 0], torch.full_like(count, 0.5)
+            for _ in range(STEPS):
+                intact = (1 - share) * likely / ((1 - share) * likely + share)
+                share = ((1 - intact) * usable).sum(-1, keepdim=True) / count
+                share = share.clamp(*SHARES)
+            mixed = ((1 - share[:, None]) * density + share[:, None]).log()
+            return mean, intact * usable, (mixed @ usable[:, :, None])[..., 0]
+
+        mean, intact, likelihood = solve(logits)
+        if torch.compiler.is_compiling():  # without a branch
+            again = solve(likelihood)
+            weighed = torch.as_tensor(gate) == WEIGHED
+            mean, intact = torch.where(weighed, again[0], mean), torch.where(weighed, again[1], intact)
+        elif gate == WEIGHED:
+            mean, intact, _ = solve(likelihood)
+        wrong = 1 - intact - unknown.to(rows.dtype)
+        changed = ((wrong > SUSPICIOUS).any(-1) | (wrong.sum(-1) > 1)) & (gate != CLOSED)
+        repaired = torch.where(changed[:, None], intact * x + (1 - intact) * mean, rows)
+        return torch.where(unknown, mean, repaired), intact
+
+    @torch.no_grad()
+    def learn_(self, scorer: Scorer, damage: Any, beta: Tensor, seed: int) -> float | None:
+        """Learns from damaged patterns that are not among their own neighbors.
+
+        Returns the share of their squared error that repair leaves, 1 if the gate is closed, or None if there are too
+        few patterns.
+        """
+        stored, missing = scorer.stored, bool(getattr(scorer.similarity, "allows_missing", False))
+        if stored.count < FEWEST:
+            self.gate = torch.zeros_like(self.gate)
+            return None
+        is_damage = any(map(callable, damage)) if isinstance(damage, (tuple, list)) else damage is not None
+        damage = as_damage(damage).of_shape(stored.shape) if is_damage else any_damage(stored.shape, missing)
+        generator = Generator(self.gate.device).manual_seed(seed ^ 0x2F6B1D03)
+        own = torch.randint(stored.count, (HELD,), generator=generator, device=generator.device)
+        truth = stored.sample(own)
+        query = damage.bind(truth)(truth, generator).to(stored.dtype)
+        query = torch.where(query.isnan().all(-1, keepdim=True), truth, query)
+
+        def neighbors(rows: Tensor) -> tuple[Tensor, Tensor]:
+            asked = Queries(scorer.within_reach(rows), missing and (stored.unknown or bool(rows.isnan().any())), ())
+            scores, indices = scorer.search(asked, min(NEIGHBORS, stored.count - 1) + 1)
+            others = indices != own[:, None]
+            others[:, -1] &= ~others.all(-1)
+            return beta * scores[others].reshape(len(rows), -1), indices[others].reshape(len(rows), -1)
+
+        indices = neighbors(truth)[1]
+        means = stored.sample(indices.flatten()).reshape(*indices.shape, -1).nanmean(1)
+        spread = (truth - means).abs().nanmean(0).nan_to_num(0.0).to(self.spread.dtype)
+        unit = spread.clamp(min=1e-6 * spread.mean())
+        rows, (logits, indices) = query.to(unit.dtype), neighbors(query)
+
+        def error(values: Tensor) -> Tensor:
+            return ((values - truth) / unit).nan_to_num(0.0).clamp(-FARTHEST, FARTHEST).square().mean()
+
+        def tried(gate: int) -> Tensor:
+            return self.mix(stored, rows, logits.to(unit.dtype), indices, spread, gate)[0]
+
+        # The neighbors are weighed again if then more of the repaired patterns find themselves. Errors of single values
+        # would not tell: they are small, too, if neighbors are alike in something else, such as the light of a photo.
+        found = {
+            gate: (scorer.search(Queries(tried(gate).to(stored.dtype), stored.unknown, ()), 1)[1][:, 0] == own).sum()
+            for gate in (OPEN, WEIGHED)
+        }
+        gate = WEIGHED if found[WEIGHED] > found[OPEN] else OPEN
+        left = (error(tried(gate)) / error(tried(CLOSED)).clamp(min=1e-9)).item()
+        self.spread, self.gate = spread, torch.full_like(self.gate, gate if left < 1 else CLOSED)
+        return min(left, 1.0)
+
+
+class Repair(nn.Module):
+    """Repairs the inputs of a network: a layer for ``nn.Sequential(Repair(memory), network)``.
+
+    Args:
+        memory: an :class:`~ahop_layers.AssociativeMemory` of clean rows, after a fit. It is a part of the layer: a
+            state dict has its patterns.
+        shortlist: as for :meth:`~ahop_layers.AssociativeMemory.search`.
+
+    >>> import ahop_layers as ah
+    >>> rows = torch.rand(60, 2) @ torch.rand(2, 12)
+    >>> memory = ah.AssociativeMemory(rows[:50])
+    >>> report = memory.fit()
+    >>> network = nn.Sequential(ah.Repair(memory), nn.Linear(12, 3))
+    >>> network(ah.variants.Missing(0.3)(rows[50:])).isfinite().all()
+    tensor(True)
+    """
+
+    def __init__(self, memory: Any, shortlist: int | str | None = None) -> None:
+        super().__init__()
+        if not hasattr(memory, "repair"):
+            raise AHopError(f"memory must be an AssociativeMemory, got {type(memory).__name__}")
+        self.memory, self.shortlist = memory, shortlist
+
+    def forward(self, x: Any) -> Any:
+        """Returns the repaired values, in the shape of ``x``."""
+        return self.memory.repair(x, self.shortlist).values
