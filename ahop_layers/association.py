@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError, describe
-from ahop_layers.ops.attend import attend, is_large
+from ahop_layers.ops.attend import attend, is_large, softmax_scores
 from ahop_layers.ops.operators import adaptive_similarity, has_hooks, is_transformed
 from ahop_layers.ops.sliced import per_query_head
 from ahop_layers.packed import Packed
@@ -184,7 +184,8 @@ def associate(
     >>> torch.allclose(output, reference, atol=1e-5), weights.shape
     (True, torch.Size([2, 4, 3, 5]))
     """
-    if not need_weights and isinstance(stored, Padded) and _is_softmax(separation, steps):
+    softmax = _is_softmax(separation)
+    if not need_weights and isinstance(stored, Padded) and softmax and isinstance(steps, int) and steps == 0:
         readout = None
         if score is dot_product:
             readout = _attend_by_products(query, stored, scaling, dropout)
@@ -202,16 +203,21 @@ def associate(
         return adaptive_similarity(query, key, score.footprint_weight() * scaling, score.names)
 
     def weigh(state: Tensor) -> Tensor:
+        if softmax and isinstance(stored, Padded) and stored.mask is None and not state.is_cuda and _is_learned(score):
+            query, key, _ = score.compared(state, per_query_head(stored.key, state.shape[1]))
+            weights = softmax_scores(query, key, score.footprint_weight() * scaling, score.names)
+            if weights is not None:
+                return weights
         return stored.weigh(state, scaled, separation)
 
     weights = iterate(query, weigh, stored.next_state, stored.change, steps, eps)
     return stored.read(functional.dropout(weights, dropout)), weights if need_weights else None
 
 
-def _is_softmax(separation: Separation, steps: Steps) -> bool:
-    """Returns whether one operator can compute this association, and nothing observes its scores or its separation."""
+def _is_softmax(separation: Separation) -> bool:
+    """Returns whether the separation is a softmax that one operator can compute, and nothing observes it."""
     softmax = type(separation) is Separation and separation.name == "softmax" and not _is_watched(separation)
-    return softmax and isinstance(steps, int) and steps == 0 and not is_transformed()
+    return softmax and not is_transformed()
 
 
 def _is_learned(score: Similarity) -> TypeGuard[AdaptiveSimilarity]:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import ahop_layers as ah
 from ahop_layers import association
 from ahop_layers.association import Mask, Padded, associate
+from ahop_layers.ops import cpu
 from ahop_layers.ops.attend import attend, prefers_attend
 from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.reference import BASES, Base
@@ -106,6 +107,10 @@ def test_associate_with_grouped_queries(calls):
     torch.testing.assert_close(*(run((query, key, value), normalized, need)[0] for need in (False, True)))
 
 
+class Unfused(Separation):
+    pass
+
+
 class Rescored(ah.AdaptiveSimilarity):
     def _score(self, *args):
         return 2 * super()._score(*args)
@@ -141,6 +146,33 @@ OTHERS = {  # keywords of associate that separate operations compute
     "hook on the separation": {"separation": hooked(Separation())},
     "learned mask": {"mask": Mask(added=torch.zeros(1, H, L, S, dtype=torch.float64, requires_grad=True))},
 }
+
+
+@pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("name", SIMILARITIES)
+def test_a_kernel_computes_scores_and_softmax(name, steps, monkeypatch):
+    similarity, (query, key, value), found = trained(**SIMILARITIES[name]), inputs(), []
+    query = query.detach()[:1].requires_grad_()  # the same for all samples
+    score = cpu.score
+    monkeypatch.setattr(cpu, "score", lambda *args, **options: found.append(options) or score(*args, **options))
+
+    def call(kernel):
+        separation = Separation() if kernel else Unfused()
+        return run((query, key, value), similarity, True, scaling=0.3, steps=steps, separation=separation)[0]
+
+    torch.testing.assert_close(*both(call, [query, key, value, *similarity.parameters()]))
+    assert found.count({"softmax": True}) == steps + 1
+
+
+def test_softmax_of_scores_is_differentiable_once():
+    similarity, (query, key, value) = trained(), inputs()
+    loss = run((query, key, value), similarity, True)[0].square().sum()
+    (expected,) = torch.autograd.grad(loss, query, retain_graph=True)
+    (slope,) = torch.autograd.grad(loss, query, create_graph=True)
+    torch.testing.assert_close(slope, expected)
+    with pytest.raises(ah.AHopError, match="differentiable once"):
+        slope.sum().backward()
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -476,6 +476,37 @@ def test_threads_change_no_bit(shape, n):
     assert all(all(map(torch.equal, computed(threads), expected)) for threads in (2, 3, 8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 1, 1, 1), (1, 2, 66, 600), (3, 2, 9, 64)], ids=str)
+def test_softmax_of_scores(shape, dtype):
+    """Several panels of keys, lanes past the last key, and chunks of queries."""
+    query, key, weight = inputs(*shape, 16, BOTH, torch.float64, blocks=4)
+    grad = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def ours(dtype):
+        tensors = [each.to(dtype) for each in (query, key, weight)]
+        weights = cpu.score(*tensors, BOTH, softmax=True)
+        return weights, *cpu.score_backward(grad.to(dtype), *tensors, BOTH, EVERY, softmax=weights)
+
+    def separate(dtype, of_slopes=torch.clone):
+        tensors = [each.to(dtype) for each in (query, key, weight)]
+        weights = cpu.score(*tensors, BOTH).softmax(-1)
+        slopes = weights * (grad.to(dtype) - (weights * grad.to(dtype)).sum(-1, keepdim=True))
+        return weights, *cpu.score_backward(of_slopes(slopes), *tensors, BOTH, EVERY)
+
+    results, exact, terms = ours(dtype), separate(torch.float64), separate(torch.float64, torch.abs)
+    assert all(torch.equal(*pair) for pair in zip(results, ours(dtype), strict=True))
+    for each in zip(results, separate(dtype), exact, terms, strict=True):
+        assert_as_good(*each)
+
+
+def test_softmax_of_scores_that_are_not_finite():
+    query, key, weight = inputs(1, 2, 3, 40, 16, BOTH, blocks=4)
+    query[0, 0, 0, 0], query[0, 0, 1] = torch.nan, 1e6
+    weights = cpu.score(query, key, weight, BOTH, softmax=True)
+    torch.testing.assert_close(weights, cpu.score(query, key, weight, BOTH).softmax(-1), equal_nan=True)
+
+
 def test_several_python_threads():
     cases = [inputs(2, 1, 20, 90, d, seed=d) for d in (5, 16, 40, 64)]
     alone = [cpu.score(*case, ALL) for case in cases]

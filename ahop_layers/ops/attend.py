@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ahop_layers.errors import AHopError, describe
-from ahop_layers.ops import operators
+from ahop_layers.ops import cpu, operators
 from ahop_layers.ops.backend import choose_attention
 from ahop_layers.ops.gpu import attend as fused
 from ahop_layers.ops.gpu import launch as gpu
-from ahop_layers.ops.operators import call_backward, call_operator, register, register_composite
+from ahop_layers.ops.operators import call_backward, call_operator, is_plain_call, register, register_composite
 from ahop_layers.ops.protocols import Attention, AttentionCall, allocate_grads
 from ahop_layers.ops.reference import accumulation_dtype
 
@@ -120,6 +120,48 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     pairs = (query, dtype), (key, dtype), (value, low)
     query, key, value = (tensor if tensor.dtype == kind else tensor.to(kind) for tensor, kind in pairs)
     return query, key, value
+
+
+class _SoftmaxScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor:
+        """Computes the softmax of scores."""
+        weights = cpu.score(query, key, weight, bases, softmax=True)
+        ctx.save_for_backward(query, key, weight, weights)
+        ctx.bases = bases
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Computes the gradients of query, key and weight."""
+        query, key, weight, weights = ctx.saved_tensors
+        need, bases = ctx.needs_input_grad[:3], ctx.bases
+        if not torch.is_grad_enabled() and is_plain_call((grad,)):
+            grads = cpu.score_backward(grad, query, key, weight, bases, need, softmax=weights)
+            return *(each if wanted else None for each, wanted in zip(grads, need, strict=True)), None
+        slopes = grad * weights
+        slopes = slopes - weights * slopes.sum(-1, keepdim=True)
+        return *call_backward("score_backward", need, slopes, query, key, weight, ",".join(bases), "auto", None), None
+
+
+def softmax_scores(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor | None:
+    """Computes the softmax of ``ahop::score`` while the scores are in a cache, or None if separate operations must.
+
+    N may be 1 for query or key. ``weight`` may also be ``(n_bases, n)``.
+    """
+    dtype, n = query.dtype, _batch(query, key)
+    kernel = query.device.type == "cpu" and not cpu.unavailable() and cpu.serves(query, bases, weight.shape[-1])
+    if not kernel or query.ndim != 4 or key.ndim != 4 or not is_plain_call((query, key, weight)):
+        return None
+    shapes = query.shape[1] == key.shape[1] and 0 < query.shape[2] <= key.shape[2]
+    shapes = shapes and {query.shape[0], key.shape[0]} <= {1, n} and weight.shape[:-2] in ((), query.shape[1:2])
+    dtypes = dtype == key.dtype == accumulation_dtype(dtype) and not operators.autocast_dtype(query, key)
+    if not shapes or not dtypes or "near" in bases:
+        return None
+    query, key = (each if each.shape[0] == n else each.expand(n, -1, -1, -1) for each in (query, key))
+    apply: Any = _SoftmaxScores.apply
+    weights: Tensor = apply(query, key, weight.to(dtype).expand(query.shape[1], -1, -1), tuple(bases))
+    return weights
 
 
 def _near_zero(mask: Tensor, causal: bool, length: int, count: int) -> Tensor:

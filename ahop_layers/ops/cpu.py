@@ -29,9 +29,9 @@ CHAINS = {1: CHAIN1, 2: CHAIN2, 3: CHAIN3, 4: CHAIN4}
 # Calls with less work run single-threaded: starting a thread would take longer. The unit is a sorted similarity;
 # summing 8 dimensions takes about as long.
 SERIAL_WORK = 50_000
-ABI_VERSION = 6  # also in footprint.c; increase both with every change of the interface
-# ``call_t`` of footprint.c: 10 pointers, 7 sizes, 3 x 4 strides, dtype, need, threads, paired, missing.
-CALL = struct.Struct("10P24q")
+ABI_VERSION = 7  # also in footprint.c; increase both with every change of the interface
+# ``call_t`` of footprint.c: 11 pointers, 7 sizes, 3 x 4 strides, dtype, need, threads, paired, missing.
+CALL = struct.Struct("11P24q")
 
 
 @lru_cache(maxsize=None)
@@ -104,11 +104,15 @@ def score(
     dtype: torch.dtype | None = None,
     widths: Tensor | None = None,
     missing: bool = False,
+    softmax: bool = False,
 ) -> Tensor:
-    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks."""
+    """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)`` for n consecutive blocks.
+
+    With ``softmax``, for at most as many queries as keys, the result is the softmax of the scores.
+    """
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
     weight = fold(weight, scores.dtype)
-    _run("ahop_forward", (query, key, weight, scores), bases, (), widths, missing)
+    _run("ahop_forward", (query, key, weight, scores), bases, (), widths, missing, scores if softmax else None)
     return scores.to(dtype or scores.dtype)
 
 
@@ -120,17 +124,21 @@ def score_backward(
     bases: Sequence[str],
     need: Need,
     widths: Tensor | None = None,
+    softmax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
+    """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors.
+
+    With the ``softmax`` of the scores, ``grad`` is its gradient.
+    """
     if "near" in bases:  # which the library does not differentiate
         return chunked.score_backward(grad, query, key, weight, bases, need, widths)
     dtype = accumulation_dtype(query.dtype)
-    grad = grad.to(dtype)
+    grad = grad.to(dtype) if softmax is None else grad.contiguous()
     grads = allocate_grads((query, key, weight), need, dtype)
     if grad.numel() == 0:
         for each in grads:
             each.zero_()
-    _run("ahop_backward", (query, key, fold(weight, dtype), grad), bases, grads)
+    _run("ahop_backward", (query, key, fold(weight, dtype), grad), bases, grads, softmax=softmax)
     query_grad, key_grad, weight_grad = grads
     # The cumulative sum is the transpose of fold.
     return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad.cumsum(-1)
@@ -143,6 +151,7 @@ def _run(
     grads: Sequence[Tensor] = (),
     widths: Tensor | None = None,
     missing: bool = False,
+    softmax: Tensor | None = None,
 ) -> None:
     """Calls ``function`` with lanes along the longer of query and key, or along a batch of single pairs."""
     query, key, weight, scores = inputs
@@ -152,7 +161,7 @@ def _run(
     if isinstance(library, str):
         raise RuntimeError(library)
     (length, d), blocks = query.shape[-2:], weight.shape[-1]
-    paired = length == key.shape[-2] == 1
+    paired = softmax is None and length == key.shape[-2] == 1
     weight, widths = weight.contiguous(), None if widths is None else widths.contiguous()
     pair_grads, weight_grads = list(grads[:2]), grads[2:]
     if length > key.shape[-2]:  # every base is symmetric in query and key
@@ -163,7 +172,7 @@ def _run(
     pointers = [tensor.data_ptr() for tensor in (query, key, weight)]
     pointers += [0 if widths is None else widths.data_ptr()]
     pointers += [tensor.data_ptr() for tensor in (scores, *pair_grads, *weight_grads)]
-    pointers += [0] * (8 - len(pointers))
+    pointers += [0] * (8 - len(pointers)) + [0 if softmax is None else softmax.data_ptr()]
     need = sum(1 << bit for bit, tensor in enumerate((*pair_grads, *weight_grads)) if tensor.numel())
     threads = torch.get_num_threads() if scores.numel() * (blocks + d // 8) * len(bases) >= SERIAL_WORK else 1
     call = CALL.pack(

@@ -34,7 +34,7 @@
 #include <arm_neon.h>
 #endif
 
-enum { ABI_VERSION = 6 }; /* also in cpu.py; increase both with every change of the interface */
+enum { ABI_VERSION = 7 }; /* also in cpu.py; increase both with every change of the interface */
 enum { FAILED = -1, DONE };
 enum { DIS, DOT, L1, NEAR };
 enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
@@ -63,6 +63,7 @@ typedef struct {
     const void *query, *key, *weight;
     const void *widths; /* one for each base, of which NEAR uses its own; NULL if all are 1 */
     void *scores, *query_grad, *key_grad, *weight_grad;
+    const void *softmax; /* NULL, or that softmax follows: the output, and in a backward pass its contiguous result */
     const int32_t *bases;
     const step_t *network;
     int64_t n, heads, length, count, d;
@@ -84,7 +85,7 @@ struct plan {
     int64_t vectors, panels;  /* vectors of keys in a panel; number of panels */
     int64_t groups;           /* parts of the batch */
     int64_t chunks;           /* forward: chunks of queries */
-    int64_t tiles;            /* backward: runs of panels */
+    int64_t tiles;            /* runs of panels */
     int64_t first, rows;      /* backward: the queries of this round */
     void *query_partial;      /* [n][head][tile][row][d], or NULL if one tile holds all keys */
     double *weight_partial;   /* [head][group][tile][base][block] */

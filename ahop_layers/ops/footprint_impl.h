@@ -30,6 +30,7 @@
 typedef T V __attribute__((vector_size(BYTES), may_alias));
 typedef INT I __attribute__((vector_size(BYTES), may_alias));
 typedef INT WORD __attribute__((may_alias));
+typedef T FN(unaligned) __attribute__((vector_size(BYTES), aligned(sizeof(T)), may_alias));
 enum { FN(OCTAVES) = 8 };
 typedef struct {
     T scale, limit; /* exp(-x / width) is 2^(scale * x), and 0 from x = limit on */
@@ -208,6 +209,8 @@ typedef struct {
     /* For products, else NULL, see FN(shift): d equal lanes; keys minus `origin`; [row or column][DIS or DOT][FEW]: terms
      * of queries and of keys, slopes summed over columns and over rows. */
     V *origin, *shifted, *query_terms, *key_terms, *row_sums, *column_sums;
+    V *row;  /* for softmax: the scores of a query */
+    T *dots; /* for its gradient: sums of weights times their gradients, of each query */
 } FN(buffers);
 
 /* Copy the vectors from `first` on into the lanes of a panel. Lanes past the last vector repeat it: zeros would create
@@ -636,6 +639,10 @@ static int64_t FN(layout)(const plan_t *plan, char *scratch, int backward, FN(bu
         buffers->row_sums = take(&arena, 2 * FEW * rows * BYTES);
         buffers->column_sums = take(&arena, 2 * FEW * vectors * BYTES);
     }
+    if (call->softmax && backward)
+        buffers->dots = take(&arena, plan->rows * (int64_t)sizeof(T));
+    else if (call->softmax)
+        buffers->row = take(&arena, ceil_div(call->count, LANES) * BYTES);
     return arena.used;
 }
 
@@ -1068,37 +1075,82 @@ static void FN(forward_rows)(const call_t *call, const FN(buffers) *at, int64_t 
             FN(forward_shared)(call, at, dot, mode, rows, vectors);
 }
 
+/* Returns the sum of all lanes of row i. */
+INLINE T FN(total)(const V *rows, int64_t i)
+{
+    const T *lanes = (const T *)rows + i * LANES; /* in memory, so that a compiler can vectorize over rows */
+    T sum = 0;
+    UNROLL for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
+    return sum;
+}
+
+/* Replace scores by exp(score - largest) and add these up. */
+INLINE void FN(powers)(V *row, T largest, V *sum, int64_t v, int64_t columns)
+{
+    const FN(width) unit = {.scale = (T)-1.44269504088896340736, .limit = (T)(BIAS / 1.44269504088896340736)};
+    V x[ABREAST];
+    UNROLL for (int j = 0; j < columns; j++) x[j] = largest - row[v + j];
+    FN(near)(x, columns, unit);
+    UNROLL for (int j = 0; j < columns; j++) row[v + j] = x[j];
+    UNROLL for (int j = 0; j < columns; j++) *sum += x[j];
+}
+
+/* Replace the scores of a query by their softmax. */
+static void FN(softmax)(T *scores, int64_t count, V *row)
+{
+    const int64_t vectors = ceil_div(count, LANES);
+    V lanes, sum = {0};
+    row[vectors - 1] = (V){0} - (T)__builtin_inf();
+    memcpy(row, scores, (size_t)count * sizeof(T));
+    lanes = row[0];
+    for (int64_t v = 1; v < vectors; v++)
+        lanes = MAX(lanes, row[v]);
+    T largest = lanes[0];
+    for (int lane = 1; lane < LANES; lane++)
+        largest = lanes[lane] > largest ? lanes[lane] : largest;
+    ACROSS(FN(powers), row, largest, &sum)
+    const T scale = 1 / FN(total)(&sum, 0);
+    for (int64_t v = 0; v < vectors; v++)
+        row[v] *= scale;
+    memcpy(scores, row, (size_t)count * sizeof(T));
+}
+
 static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
 {
     const call_t *call = plan->call;
-    const int64_t chunk = task % plan->chunks, panel = task / plan->chunks % plan->panels;
-    const int64_t group = task / plan->chunks / plan->panels % plan->groups;
-    const int64_t h = task / plan->chunks / plan->panels / plan->groups, *stride = call->score_stride;
-    const int64_t first = panel * plan->vectors * LANES, width = least(plan->vectors * LANES, call->count - first);
-    const int64_t vectors = ceil_div(width, LANES), end = least((chunk + 1) * QUERY_CHUNK, call->length);
+    const int64_t chunks = plan->chunks, tiles = plan->tiles, *stride = call->score_stride;
+    const int64_t chunk = task % chunks, tile = task / chunks % tiles;
+    const int64_t group = task / chunks / tiles % plan->groups, h = task / chunks / tiles / plan->groups;
+    const int64_t start = chunk * QUERY_CHUNK, end = least(start + QUERY_CHUNK, call->length);
     FN(buffers) at;
     FN(layout)(plan, scratch, 0, &at);
     FN(load_weights)(call, h, 1, &at);
     if (call->missing)
         FN(integrate)(call, &at);
     for (int64_t n = group * call->n / plan->groups; n < (group + 1) * call->n / plan->groups; n++) {
-        const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
-        if (at.shifted)
-            FN(shift_keys)(call, n, h, &at, vectors);
-        T *scores = (T *)call->scores + n * stride[0] + h * stride[1] + first * stride[3];
-        for (int64_t l = chunk * QUERY_CHUNK; l < end; l += QUERIES) {
-            const int64_t rows = least(QUERIES, end - l);
-            const int special = FN(load_queries)(call, n, h, l, rows, first, vectors, &at) | special_keys;
-            FN(forward_rows)(call, &at, rows, vectors, special);
-            for (int64_t row = 0; row < rows; row++) {
-                const T *sums = (const T *)(at.sums + row * vectors);
-                T *to = scores + (l + row) * stride[2];
-                if (stride[3] == 1)
-                    memcpy(to, sums, (size_t)width * sizeof(T));
-                for (int64_t lane = 0; stride[3] != 1 && lane < width; lane++)
-                    to[lane * stride[3]] = sums[lane];
+        T *scores = (T *)call->scores + n * stride[0] + h * stride[1];
+        for (int64_t panel = tile * plan->panels / tiles; panel < (tile + 1) * plan->panels / tiles; panel++) {
+            const int64_t first = panel * plan->vectors * LANES;
+            const int64_t width = least(plan->vectors * LANES, call->count - first), vectors = ceil_div(width, LANES);
+            const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
+            if (at.shifted)
+                FN(shift_keys)(call, n, h, &at, vectors);
+            for (int64_t l = start; l < end; l += QUERIES) {
+                const int64_t rows = least(QUERIES, end - l);
+                const int special = FN(load_queries)(call, n, h, l, rows, first, vectors, &at) | special_keys;
+                FN(forward_rows)(call, &at, rows, vectors, special);
+                for (int64_t row = 0; row < rows; row++) {
+                    const T *sums = (const T *)(at.sums + row * vectors);
+                    T *to = scores + (l + row) * stride[2] + first * stride[3];
+                    if (stride[3] == 1)
+                        memcpy(to, sums, (size_t)width * sizeof(T));
+                    for (int64_t lane = 0; stride[3] != 1 && lane < width; lane++)
+                        to[lane * stride[3]] = sums[lane];
+                }
             }
         }
+        for (int64_t l = start; call->softmax && l < end; l++)
+            FN(softmax)(scores + l * stride[2], call->count, at.row);
     }
 }
 
@@ -1107,7 +1159,8 @@ static int FN(forward)(plan_t *plan)
     const call_t *call = plan->call;
     FN(split_keys)(plan, FORWARD_BYTES);
     plan->chunks = ceil_div(call->length, QUERY_CHUNK);
-    const int64_t entry = call->heads * plan->panels * plan->chunks; /* tasks of one batch entry */
+    plan->tiles = call->softmax ? 1 : plan->panels;
+    const int64_t entry = call->heads * plan->tiles * plan->chunks; /* tasks of one batch entry */
     plan->groups = least(call->n, ceil_div(FN(enough_tasks)(plan), entry));
     plan->tasks = entry * plan->groups;
     FN(buffers) at;
@@ -1418,15 +1471,6 @@ static void FN(add_products)(int bases, const FN(buffers) *at, const int64_t *pl
     FN(add_sums)(at, at->query, at->row_sums, rows, at->query_grad);
 }
 
-/* Returns the sum of all lanes of row i. */
-INLINE T FN(total)(const V *rows, int64_t i)
-{
-    const T *lanes = (const T *)rows + i * LANES; /* in memory, so that a compiler can vectorize over rows */
-    T sum = 0;
-    UNROLL for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
-    return sum;
-}
-
 /* Add the gradients of a few queries, or of queries paired with keys, for one panel of keys. */
 static void FN(backward_rows)(const call_t *call, const FN(buffers) *at, int64_t rows, int64_t vectors, int special)
 {
@@ -1492,6 +1536,18 @@ static void FN(flush_weights)(V *sums, double *weight_grad, int64_t size)
     memset(sums, 0, (size_t)(size * BYTES));
 }
 
+static T FN(dot)(const T *a, const T *b, int64_t count)
+{
+    V sum = {0};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        sum += *(const FN(unaligned) *)(a + i) * *(const FN(unaligned) *)(b + i);
+    T total = FN(total)(&sum, 0);
+    for (; i < count; i++)
+        total += a[i] * b[i];
+    return total;
+}
+
 static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
 {
     const call_t *call = plan->call;
@@ -1526,6 +1582,14 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
                     const int64_t origin = n * stride[0] + h * stride[1] + (l + r) * stride[2];
                     const T *from = (const T *)call->scores + origin + first * stride[3];
                     T *grad = (T *)(at.grad + r * vectors);
+                    if (call->softmax) {
+                        const T *weights = (const T *)call->softmax + (pair * call->length + l + r) * call->count;
+                        if (panel == tile * plan->panels / tiles)
+                            at.dots[row + r] = FN(dot)(weights, from - first, call->count);
+                        for (int64_t key = 0; key < keys; key++)
+                            grad[key] = weights[first + key] * (from[key] - at.dots[row + r]);
+                        continue;
+                    }
                     if (stride[3] == 1)
                         memcpy(grad, from, (size_t)keys * sizeof(T));
                     for (int64_t key = 0; stride[3] != 1 && key < keys; key++)
@@ -1605,13 +1669,13 @@ static int FN(plan_backward)(plan_t *plan)
     plan->groups = least(call->n, ceil_div(FN(enough_tasks)(plan), call->heads));
     plan->tiles = least(plan->panels, ceil_div(MIN_TASKS, plan->groups * call->heads));
     plan->tasks = call->heads * plan->groups * plan->tiles;
-    FN(buffers) at;
-    plan->scratch_bytes = FN(layout)(plan, NULL, 1, &at);
     if (call->need & NEED_QUERY)
         memset(call->query_grad, 0, (size_t)(pairs * call->length * d) * sizeof(T));
     const int64_t row_bytes = pairs * plan->tiles * d * (int64_t)sizeof(T);
     const int partial = plan->tiles > 1 && call->need & NEED_QUERY && !call->paired;
     plan->rows = partial ? least(call->length, most(1, PARTIAL_BYTES / row_bytes)) : call->length;
+    FN(buffers) at;
+    plan->scratch_bytes = FN(layout)(plan, NULL, 1, &at);
     plan->query_partial = partial ? calloc((size_t)plan->rows, (size_t)row_bytes) : NULL;
     plan->weight_partial = calloc((size_t)(plan->tasks * call->n_bases * call->blocks), sizeof(double));
     return !plan->weight_partial || (partial && !plan->query_partial) ? FAILED : DONE;

@@ -243,7 +243,7 @@ def call_backward(name: str, need: Sequence[bool], *args: Any, plain: bool = Fal
         grads = once(name, *args)
     else:
         implementation, operator = _OPERATORS[name]
-        grads = (implementation if _is_plain_call(args[:1] if plain else args) else operator)(*args)
+        grads = (implementation if is_plain_call(args[:1] if plain else args) else operator)(*args)
     return [grad if wanted else None for grad, wanted in zip(grads, need, strict=True)]
 
 
@@ -254,10 +254,10 @@ _OPERATORS: dict[str, tuple[Any, Any]] = {}  # the implementation of each operat
 def call_operator(name: str, *args: Any) -> Any:
     """Calls ``ahop::name``, past the dispatcher where it would only pass the call on, to save host time."""
     implementation, operator = _OPERATORS[name]
-    return implementation(*args) if _is_plain_call(args) else operator(*args)
+    return implementation(*args) if is_plain_call(args) else operator(*args)
 
 
-def _is_plain_call(args: Sequence[Any]) -> bool:
+def is_plain_call(args: Sequence[Any]) -> bool:
     """Returns whether no compiler, tracer, profiler or mode observes a call of eager CPU or CUDA tensors.
 
     A tensor subclass, a transform of torch.func or a lazy negation shows in the dispatch keys of a tensor.
