@@ -67,6 +67,7 @@ CASES = {  # N, H, Hk, L, S, d, e and blocks; further options
         (1, 1, 1, 40, 140, 32, 32, 4),
         {"dtype": torch.float32, "causal": True, "bytes": 60_000},
     ),
+    "float32, many tiles before the keys": ((1, 1, 1, 100, 110, 16, 16, 4), {"dtype": torch.float32, "causal": True}),
     "float32, odd sizes": ((3, 2, 2, 1, 65, 7, 12, 1), {"dtype": torch.float32}),
     "float32, three blocks": ((1, 2, 2, 33, 65, 48, 20, 3), {"dtype": torch.float32, "dropout": 0.3}),
     "float32, eight blocks": ((1, 1, 1, 20, 33, 64, 24, 8), {"dtype": torch.float32, "mask": torch.float32}),

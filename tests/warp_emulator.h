@@ -85,6 +85,7 @@ inline void launch(int number, int count, int bytes, std::function<void()> kerne
         meetings = std::vector<Meeting>(threads / 32 + 2);
         for (Fiber& fiber : fibers) {
             fiber.stack.resize(1 << 17);
+            std::fill(fiber.stack.end() - (1 << 14), fiber.stack.end(), '\xff');  // NaN where nothing is written
             getcontext(&fiber.context);
             fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
             makecontext(&fiber.context, run, 0);

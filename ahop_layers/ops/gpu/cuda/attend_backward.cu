@@ -148,6 +148,7 @@ struct OwnKeys {
 #pragma unroll
         for (int i = 0; i < BASES; ++i) {
             ranked[i].set(u[i]);
+            centers[i] = 0;  // a part is stored although causality has left out all tiles before
 #pragma unroll
             for (int j = 0; j < N; ++j) exponents[i][j] = u[i][j] * LOG2_E, weight_grad[i][j] = 0;
         }
