@@ -124,8 +124,8 @@ def load(name: str, folder: Path, seed: int, device: torch.device) -> Split:
 
 def damage(kind: str, share: Any, stored: Tensor, shape: tuple[int, int] | None) -> V.Variant:
     """Returns a kind of damage at a level, or over a range of levels."""
-    if kind == "uniform":
-        return V.Replaced(share).bind(stored)
+    if kind == "uniform":  # within the range of a pixel, or of the column
+        return V.Replaced(share, 0.0, 1.0) if shape else V.Replaced(share).bind(stored)
     if kind == "covered":
         return V.Covered(share, *(shape or ())).bind(stored)
     return Drifted(share, stored.mean(0)) if kind == "drift" else Wrong(share, sensor_faults(stored)[kind])
