@@ -43,26 +43,12 @@ def test_all_rivals_are_measured_once(monkeypatch, tmp_path, capsys, small_fit):
     assert "smallest gain over the frozen network: " in shown
 
 
-def test_a_network_keeps_its_best_state():
-    torch.manual_seed(0)
-    x, labels = torch.randn(2, 5120, 4), torch.randint(2, (2, 5120))  # nothing can be learned
-    networks = repair.Ensemble(lambda: repair.classifier(4, 2, 64), 2, torch.device("cpu"))
-    held = torch.randn(2, 500, 4), torch.randint(2, (2, 500))
-    networks.train(lambda _: (x, labels), held, 750)
-    assert networks.loss(*held).max() < 0.72
-    own = torch.nn.functional.cross_entropy(networks.apply(1, held[0][1]), held[1][1])
-    torch.testing.assert_close(own, networks.loss(*held)[1].detach())
-
-
 def test_the_mean_of_nearest_rows_is_what_scikit_learn_imputes():
     split = tiny("digits", None, 0, None)
     query = split.asked.masked_fill(torch.rand(split.asked.shape) < 0.5, torch.nan)
-    expected = KNNImputer(weights="distance").fit((split.stored / split.scale).double().numpy())
-    np.testing.assert_allclose(
-        repair.nearest_mean(split, query) / split.scale,
-        expected.transform((query / split.scale).double().numpy()),
-        rtol=1e-4,
-    )
+    stored, asked = ((each / split.scale).double().numpy() for each in (split.stored, query))
+    expected = KNNImputer(weights="distance").fit(stored).transform(asked)
+    np.testing.assert_allclose(repair.nearest_mean(split, query) / split.scale, expected, rtol=1e-4)
 
 
 def test_faults_are_what_they_say():
