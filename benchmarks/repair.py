@@ -31,7 +31,7 @@ import ahop_layers as ah
 from benchmarks import wifi
 from benchmarks.damages import Drifted, Wrong, sensor_faults
 from benchmarks.harness.command import add_data_dir, explain_missing_data, make_parser
-from benchmarks.harness.report import group, table
+from benchmarks.harness.report import bold_best, group, table
 from benchmarks.harness.rows import RESULTS, ResultTable, Row
 from benchmarks.images import mnist
 from benchmarks.paper.tabular import data as tabular
@@ -363,6 +363,25 @@ def report(rows: Sequence[Row]) -> str:
         lines.append(f"\n{name}, stored as {'rows' if as_rows == '1' else 'images'}\n\n{table(header, body)}\n")
         lines.append(f"smallest gain over the frozen network: {gains[worst]:+.3f} ({' '.join(worst)})")
     return "\n".join(lines)
+
+
+def short(rows: Sequence[Row]) -> str:
+    """Returns a table for the documentation: the frozen network alone, after repair, and the best trained rival."""
+    data = list(dict.fromkeys(row["data"] for row in rows))
+    body = []
+    for (kind, level), own in group(rows, "kind", "level").items():
+        cells = []
+        for name in data:
+            means = {
+                each.removeprefix("accuracy "): np.mean([float(row["value"]) for row in some])
+                for (each,), some in group([row for row in own if row["data"] == name], "measure").items()
+            }
+            rival = max((means[each] for each in NETWORKS if each in means), default=0.0)
+            figures = [f"{each:.3f}" for each in (means.get("repaired", 0.0), rival)]
+            shown = " ".join(bold_best(figures))
+            cells.append(f"{means['frozen']:.3f} {shown}" if means else "")
+        body.append([kind, level, *cells])
+    return table(["damage", "share", *data], body)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

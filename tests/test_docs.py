@@ -24,6 +24,7 @@ QUOTED = {
         "\n| [Hopfield layers]": "summary-speed hflayers",
         "\n| [ViTs]": "vit summary-speed",
         "## Search with": "search-costs",
+        "## Repair before": "repair",
         "\n| [faces]": "search",
         "\n| [AR]": "ar",
         "\n| [bags]": "lookup-bags",

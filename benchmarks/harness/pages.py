@@ -12,7 +12,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import hflayers, kernels_report, models_report, packed, search_costs, summary, vit, vit_report
+from benchmarks import (
+    hflayers,
+    kernels_report,
+    models_report,
+    packed,
+    repair,
+    search_costs,
+    summary,
+    vit,
+    vit_report,
+)
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
 from benchmarks.harness.rows import RESULTS, Row, read
@@ -220,6 +230,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "robust-missing": lambda: of_robust("missing", robust_report.missing),
     "robust-ablation": lambda: of_robust("ablation", robust_report.ablation),
     "robust-confidence": lambda: of_robust("confidence", robust_report.confidence),
+    "repair": lambda: by_device("repair", rows_of("repair.csv"), repair.short),
     "search": lambda: part("search", search_rows("search.csv"), search_report.accuracy_table),
     "ar": lambda: by_device("search --data ar --file AR_42_30.mat", search_rows("ar.csv"), ar.accuracy_table),
     "search-time": lambda: by_device("search", search_rows("search.csv"), search_report.time_table),
