@@ -30,13 +30,7 @@ from examples.search import spread
 
 Row = tuple[str, str, str]  # of the table: what is measured, without and with this package
 WRONG = ah.variants.as_damage([ah.variants.Replaced(0.4), ah.variants.Missing(0.2)])
-PICTURES = (
-    "hopfield/hopfield",
-    "bags-memory-*/adaptive/instances",
-    "vit-tuned-*/adaptive/maps",
-    "records",
-    "repair/accuracy",
-)
+PICTURES = ("hopfield/hopfield", "bags-memory*/adap*/instances", "vit-tuned*/adap*/maps", "records", "repair/accuracy")
 """The pictures that the end of the demonstration lists, of the first seed."""
 
 
