@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import pickle
 import re
 
@@ -11,6 +12,7 @@ import torch
 
 import ahop_layers as ah
 from ahop_layers.memory.variants import Missing, Noisy, Replaced
+from ahop_layers.similarity.widths import NEARLY, octaves
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_fit")]
 
@@ -58,15 +60,14 @@ def test_the_default_is_the_mean_of_saturating_bases():
     torch.testing.assert_close(memory.scores(query), expected)
 
 
-@pytest.mark.parametrize("fit", [False, True])
-def test_widths_differ_by_powers_of_two(fit):
-    """So that the CPU kernel computes one exponential for all."""
-    similarity = (fitted() if fit else ah.AssociativeMemory(random(60, 12))).similarity
-    near = torch.tensor([name == "near" for name in similarity.names])
-    near &= similarity.w.detach().any(-1)
-    octave = torch.log2(similarity.widths[near] / similarity.widths[near].min())
-    assert len(octave.unique()) > 1
-    assert torch.equal(octave, octave.round())
+@pytest.mark.parametrize("seed", range(20))
+def test_widths_that_are_nearly_an_octave_apart_share_an_exponential(seed):
+    widths = (6 * random(6, seed=seed, dtype=torch.float64)).exp().tolist()
+    found = octaves(widths)
+    assert len(set(found)) == len(widths)
+    for width, moved in zip(widths, found, strict=True):
+        assert abs(moved / width - 1) < NEARLY
+        assert moved == width or any(math.log2(wider / moved).is_integer() for wider in found if wider > moved)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
@@ -136,8 +137,10 @@ def test_constant_dimensions_change_nothing():
         return torch.nn.functional.pad(x, (0, 4), value=3.0)
 
     patterns = random(60, 6)
-    expected = ah.AssociativeMemory(patterns).recall(noisy(patterns))
-    assert torch.equal(ah.AssociativeMemory(wider(patterns)).recall(wider(noisy(patterns))), expected)
+    scores, expected = ah.AssociativeMemory(patterns).search(noisy(patterns), k=2)
+    clear = scores[:, 0] - scores[:, 1] > 0.02  # widths are quantiles of other pairs of values
+    assert clear.double().mean() > 0.8
+    assert torch.equal(ah.AssociativeMemory(wider(patterns)).recall(wider(noisy(patterns)))[clear], expected[clear, 0])
 
 
 DAMAGES = {

@@ -258,31 +258,39 @@ static int FN(load_queries)(const call_t *call, int64_t n, int64_t h, int64_t l,
     return special;
 }
 
-/* Let the widest base NEAR of those that distinguish so many ranks take over others whose width is smaller by a power of
- * two: they need one exponential and squares of it. */
+/* The k for which a base NEAR has the width of another one / 2^k and distinguishes so many ranks as it, or 0. */
+static int FN(octave)(const call_t *call, const FN(buffers) *at, int64_t ranks, int64_t b, int64_t wider)
+{
+    const T ratio = at->widths[b].scale / at->widths[wider].scale;
+    for (int octave = 1; octave < FN(OCTAVES); octave++)
+        if ((T)(1 << octave) == ratio)
+            return call->bases[b] == NEAR && call->bases[wider] == NEAR && at->ranks[b] == ranks && at->ranks[wider] == ranks
+                       ? octave
+                       : 0;
+    return 0;
+}
+
+/* Let the widest of the bases NEAR whose widths differ by powers of two, and that distinguish so many ranks, take over
+ * the others: they need one exponential and squares of it. */
 static void FN(merge_widths)(const call_t *call, const FN(buffers) *at, int64_t ranks)
 {
-    int64_t widest = -1;
-    for (int64_t b = 0; b < call->n_bases; b++)
-        if (call->bases[b] == NEAR && at->ranks[b] == ranks &&
-            (widest < 0 || at->widths[b].scale > at->widths[widest].scale))
-            widest = b;
-    for (int64_t b = 0; widest >= 0 && b < call->n_bases; b++) {
+    for (int64_t widest = 0; widest < call->n_bases; widest++) {
         FN(width) *to = at->widths + widest;
-        const T ratio = at->widths[b].scale / to->scale;
-        int octave = 1;
-        while (octave < FN(OCTAVES) && (T)(1 << octave) != ratio)
-            octave++;
-        if (b == widest || call->bases[b] != NEAR || at->ranks[b] != ranks || octave == FN(OCTAVES) ||
-            (octave <= to->octaves && to->source[octave] >= 0))
-            continue;
-        while (to->octaves < octave) {
-            to->share[++to->octaves] = 0;
-            to->source[to->octaves] = -1;
+        int is_widest = 1;
+        for (int64_t b = 0; b < call->n_bases; b++)
+            is_widest &= !FN(octave)(call, at, ranks, widest, b);
+        for (int64_t b = 0; is_widest && b < call->n_bases; b++) {
+            const int octave = FN(octave)(call, at, ranks, b, widest);
+            if (!octave || at->widths[b].merged || (octave <= to->octaves && to->source[octave] >= 0))
+                continue;
+            while (to->octaves < octave) {
+                to->share[++to->octaves] = 0;
+                to->source[to->octaves] = -1;
+            }
+            to->source[octave] = (int32_t)b;
+            to->share[octave] += at->weights[b * at->blocks] / at->weights[widest * at->blocks];
+            at->widths[b].merged = 1;
         }
-        to->source[octave] = (int32_t)b;
-        to->share[octave] += at->weights[b * at->blocks] / at->weights[widest * at->blocks];
-        at->widths[b].merged = 1;
     }
 }
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from ahop_layers.ops.reference import accumulation_dtype
 
 SAMPLE = 2**17  # number of differences between random pairs of patterns that determine widths and units
+NEARLY = 0.15  # largest change of a width that is moved to a power of two of another one
 _SEED = 0x5851F42D
 
 
@@ -43,13 +44,19 @@ def quantiles(values: Tensor, shares: Sequence[float]) -> list[float]:
 
 
 def octaves(widths: Sequence[float]) -> list[float]:
-    """Rounds ``widths`` to powers of two of the largest: the CPU kernel computes one exponential for all of them.
+    """Moves widths onto a wider one divided by a power of two, where that changes them by less than NEARLY.
 
-    >>> octaves([1.0, 3.5, 8.0])
-    [1.0, 4.0, 8.0]
+    The CPU kernel computes one exponential for all widths that differ by powers of two.
+
+    >>> octaves([1.0, 3.5, 4.1, 8.0])
+    [1.0, 3.5, 4.0, 8.0]
     """
-    largest = max(widths)
-    return [largest * 2.0 ** round(math.log2(width / largest)) for width in widths]
+    found: dict[float, float] = {}
+    for width in sorted(widths, reverse=True):
+        near = [wider * 2.0 ** min(-1, round(math.log2(width / wider))) for wider in found.values()]
+        free = (each for each in near if abs(each / width - 1) < NEARLY and each not in found.values())
+        found[width] = next(free, width)
+    return [found[width] for width in widths]
 
 
 @torch.no_grad()
