@@ -150,8 +150,10 @@ def softmax_scores(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[s
     N may be 1 for query or key. ``weight`` may also be ``(n_bases, n)``.
     """
     dtype, n = query.dtype, _batch(query, key)
-    kernel = query.device.type == "cpu" and not cpu.unavailable() and cpu.serves(query, bases, weight.shape[-1])
-    if not kernel or query.ndim != 4 or key.ndim != 4 or not is_plain_call((query, key, weight)):
+    if torch.compiler.is_compiling() or query.device.type != "cpu" or cpu.unavailable():
+        return None
+    plain = query.ndim == key.ndim == 4 and is_plain_call((query, key, weight))
+    if not plain or not cpu.serves(query, bases, weight.shape[-1]):
         return None
     shapes = query.shape[1] == key.shape[1] and 0 < query.shape[2] <= key.shape[2]
     shapes = shapes and {query.shape[0], key.shape[0]} <= {1, n} and weight.shape[:-2] in ((), query.shape[1:2])
