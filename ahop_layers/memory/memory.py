@@ -417,7 +417,7 @@ class AssociativeMemory(Associator):
             ``values``, in the shape and dtype of ``x``, and ``intact``, the probability of each given value.
 
         >>> rows = torch.rand(200, 2) @ torch.rand(2, 16)
-        >>> memory = AssociativeMemory(rows[:190])
+        >>> memory = AssociativeMemory(rows[:190], "l1")
         >>> report = memory.fit()
         >>> query = rows[190:].clone()
         >>> query[:, 0], query[:, 1] = torch.nan, 9.0
