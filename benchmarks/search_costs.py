@@ -23,7 +23,7 @@ import ahop_layers as ah
 from benchmarks import search_recall
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.memory import peak, reset_peak
-from benchmarks.harness.report import number, picture_for, table
+from benchmarks.harness.report import group, number, picture_for, table
 from benchmarks.harness.rows import RESULTS, ResultTable, Row
 
 SIZES = {"cpu": (10_000, 100_000, 1_000_000, 10_000_000), "cuda": (10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)}
@@ -94,15 +94,15 @@ def measure(options: argparse.Namespace, results: ResultTable) -> None:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Returns a table of times, memory and recall."""
-    body = [
-        [
-            f"{int(row['patterns']):,}", row["search"], row["queries"], number(1e3 * float(row["seconds"])),
-            f"{int(row['bytes']) / 1e6:,.0f}", f"{float(row['recall']):.3f}",
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return table(["patterns", "search", "queries at once", "ms a query", "memory, MB", "recall"], body)
+    """Returns a table of times, memory and recall, with a column for each number of queries at once."""
+    counts, body = list(dict.fromkeys(row["queries"] for row in rows)), []
+    for (patterns, name), mine in group(rows, "patterns", "search").items():
+        times = {row["queries"]: number(1e3 * float(row["seconds"])) for row in mine}
+        used, recall = max(int(row["bytes"]) for row in mine), min(float(row["recall"]) for row in mine)
+        cells = [times.get(count, "") for count in counts]
+        body.append([f"{int(patterns):,}", name, *cells, f"{used / 1e6:,.0f}", f"{recall:.3f}"])
+    header = [f"ms a query, {count} at once" for count in counts]
+    return table(["patterns", "search", *header, "memory, MB", "recall"], body)
 
 
 def integers(text: str) -> list[int]:

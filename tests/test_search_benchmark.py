@@ -108,7 +108,8 @@ def test_searches_are_timed_and_reported(tmp_path, monkeypatch, capsys, small_fi
     exact, listed = (float(row["recall"]) for row in rows[-3::2])
     assert exact - 0.1 < listed <= exact + 0.02
     assert exact > 0.5
-    assert "| 600 | shortlist of 200 | 3 | " in shown
+    assert "ms a query, 3 at once" in shown
+    assert "| 600 | shortlist of 200 | " in shown
 
 
 def test_recall_of_shortlists_is_measured_and_reported(tmp_path, monkeypatch, capsys, small_fit):

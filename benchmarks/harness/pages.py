@@ -207,7 +207,9 @@ TABLES: dict[str, Callable[[], str]] = {
         "kernels --device cuda --only attention", attention_rows(), kernels_report.of_attention
     ),
     "blocks": lambda: by_device("kernels", kernel_rows(), kernels_report.of_blocks),
-    "hflayers": lambda: by_device("hflayers --original PATH", switching_rows(), hflayers.report),
+    "hflayers": lambda: by_device(
+        "hflayers --original PATH", [row for row in switching_rows() if row["precision"] != "TF32"], hflayers.report
+    ),
     "projects": lambda: by_device("projects --original PATH", rows_of("projects.csv"), projects.report),
     "projects-adaptive": lambda: by_device(
         "projects --parts adaptive", rows_of("projects_adaptive.csv"), projects_adaptive.report
