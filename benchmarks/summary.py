@@ -1,19 +1,14 @@
-"""The summaries at the top of the benchmark pages: a line for each comparison, and which method is best in it."""
+"""Summaries of the pages: a line for each comparison, and which method is best in it."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import mean, stdev
 
 from benchmarks.harness.report import group, number, table
 from benchmarks.harness.rows import Row
 from benchmarks.kernels_report import has_blocks
-from benchmarks.paper.figures import TABULAR
-from benchmarks.paper.mil.report import NAMES as POOLINGS
-from benchmarks.paper.retrieval.report import GUESSED, LIMIT
-from benchmarks.paper.tabular.report import AREA_SETS, TITLES
 from benchmarks.search.packaged import OWN
 
-ATTENTIONS = ("dot", "adaptive:blocks=4")
 SEARCHES = (
     ("faces", "pixels", "0.5"), ("faces", "pixels", "0.8"),
     ("faces", "occlusion", "0.3"), ("faces", "occlusion", "0.7"),
@@ -42,70 +37,10 @@ def winner(entries: Entries) -> str | None:
     return first if gap > max(deviations, default=0.0) else None
 
 
-def _cell(entries: Entries, name: str, digits: int, note: str = "") -> str:
+def _cell(entries: Entries, name: str) -> str:
     """Returns a mean, bold if it is the best."""
-    shown = f"{mean(entries[name]):.{digits}f}"
-    return (f"**{shown}**" if winner(entries) == name else shown) + note
-
-
-def _line(comparison: str, entries: Entries, dot: str, adaptive: str, digits: int = 3) -> list[list[str]]:
-    """Returns the line of a comparison, or nothing without its rows: dot product, adaptive similarity, best other."""
-    entries = {name: values for name, values in entries.items() if values}
-    if not {dot, adaptive} <= entries.keys():
-        return []
-    others = [name for name in entries if name not in (dot, adaptive)]
-    best = sorted(others, key=lambda name: mean(entries[name]))[-1:]
-    shown = {name: entries[name] for name in (dot, adaptive, *best)}
-    cells = [_cell(shown, name, digits, f" {name}" if name in best else "") for name in shown]
-    return [[comparison, *cells, *[""] * (not best)]]
-
-
-def _values(rows: Iterable[Row], column: str, *, by: str, value: str = "value") -> Entries:
-    """Returns the values of each method: means of the rows that share a run, seed or repeat, the column ``by``."""
-    groups = group(rows, column)
-    return {
-        name: [mean(float(row[value]) for row in same) for same in group(mine, by).values()]
-        for (name,), mine in groups.items()
-    }
-
-
-def accuracy(retrieval: Sequence[Row], bags: Sequence[Row], images: Sequence[Row], tables: Sequence[Row]) -> str:
-    """Returns the summary of the accuracy page."""
-    body: list[list[str]] = []
-    for data, level, title in (("synthetic", "0.5", "random patterns"), ("mnist", "0.7", "MNIST digits")):
-        here = [row for row in retrieval if (row["data"], row["noise"]) == (data, level)]
-        kept = [row for row in here if row["system"] not in (LIMIT, GUESSED, "A-Hop", "A-Hop, debias, table")]
-        entries = _values(kept, "system", by="run", value="accuracy")
-        body += _line(f"retrieval of {title}, level {level}, accuracy", entries, "M-Hop", "A-Hop, debias")
-    for measure, title in (("auc", ""), ("noise 2.0", ", noise in test bags")):
-        here = [row for row in bags if (row["part"], row["measure"]) == ("nested", measure)]
-        entries = {POOLINGS[name]: values for name, values in _values(here, "pooling", by="repeat").items()}
-        entries.pop("A-Hop, fast", None)
-        count = len(group(here, "data"))
-        body += _line(f"bags{title}, mean AUC of {count} data sets", entries, "M-Hop", "A-Hop", digits=4)
-    body += _line("CIFAR-10, the paper's ViT, accuracy", _best_rates(images), *ATTENTIONS)
-    for measure, title in (("accuracy", "clean"), ("mask 0.5", "half of the patches masked")):
-        here = [row for row in images if (row["setup"], row["measure"]) == ("working", measure)]
-        kept = [row for row in here if row["attention"] in ATTENTIONS]
-        body += _line(f"CIFAR-10, small ViT, {title}, accuracy", _values(kept, "attention", by="seed"), *ATTENTIONS)
-    for measure, names in (("accuracy", set(TABULAR) - set(AREA_SETS)), ("roc_auc", AREA_SETS)):
-        tuned = [row for row in tables if (row["settings"], row["kind"]) == ("all rows", "run")]
-        here = [row for row in tuned if row["measure"] == measure and row["set"] in names]
-        title = f"{len(group(here, 'set'))} tables, mean {TITLES[measure]}"
-        body += _line(title, _values(here, "model", by="number"), "M-Hop", "A-Hop", digits=4)
-    header = ["comparison", "dot product", "adaptive", "best other method"]
-    return f"{table(header, body)}\n\n{RULE}"
-
-
-def _best_rates(images: Sequence[Row]) -> Entries:
-    """Returns the accuracies of each attention in the paper's setup, with its best learning rate."""
-    here = [row for row in images if (row["setup"], row["measure"]) == ("paper", "accuracy")]
-    best: Entries = {}
-    for (attention, _), mine in group(here, "attention", "settings").items():
-        values = [float(row["value"]) for row in mine]
-        if attention in (*ATTENTIONS, "kernel", "sparse") and mean(values) > mean(best.get(attention, [0.0])):
-            best[attention] = values
-    return best
+    shown = f"{mean(entries[name]):.3f}"
+    return f"**{shown}**" if winner(entries) == name else shown
 
 
 def _reach(ratios: Sequence[float]) -> str:
@@ -154,9 +89,9 @@ def search(rows: Sequence[Row]) -> str:
     body = []
     for data, kind, level in SEARCHES:
         here = [row for row in rows if (row["data"], row["kind"], row["level"]) == (data, kind, level)]
-        entries = _values(here, "method", by="split", value="accuracy")
+        entries = {name: [float(row["accuracy"]) for row in mine] for (name,), mine in group(here, "method").items()}
         if set(METHODS) <= entries.keys():
-            cells = [_cell(entries, name, 3) for name in METHODS]
+            cells = [_cell(entries, name) for name in METHODS]
             body.append([f"{data}, {100 * float(level):.0f} % {DAMAGES[kind]}", *cells])
     return f"{table(['accuracy', *METHODS], body)}\n\n{RULE}"
 

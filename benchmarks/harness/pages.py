@@ -193,9 +193,6 @@ STRONGEST = ("auc", "mask 0.75", "noise 2.0", "bias 2.0")
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "summary-accuracy": lambda: summary.accuracy(
-        retrieval_rows("accuracy"), rows_of("mil.csv"), rows_of("images.csv"), rows_of("tabular.csv")
-    ),
     "summary-speed": lambda: summary.speed(switching_rows(), vit_rows("eager"), rows_of("kernels.csv"), packed_rows()),
     "summary-search": lambda: summary.search(rows_of("search.csv")),
     "summary-models": lambda: summary.models(rows_of("models.csv"), rows_of("models_timm.csv")),
