@@ -82,6 +82,15 @@ def test_links_commands_and_tests_in_the_text_exist():
     assert not [name for name in tests if not hasattr(test_theorems, name)]
 
 
+def test_readme_and_pages_are_short():
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *DOCS.rglob("*.md")]
+    lengths = {path: len(path.read_text().splitlines()) for path in texts}
+    assert len([*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]) <= 22
+    assert lengths[README] <= 150
+    assert max(lengths.values()) <= 350
+    assert sum(lengths.values()) <= 3200
+
+
 def test_tables_are_what_the_command_writes():
     places = []
     for page in PAGES:
