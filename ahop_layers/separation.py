@@ -159,7 +159,7 @@ def _entmax(scores: Tensor, alpha: Tensor | float, rows: Rows) -> Tensor:
 def argmax(scores: Tensor) -> Tensor:
     """The weight one for the largest score (one of them at a tie), else zero: ``(..., S) -> (..., S)``.
 
-    The gradient is that of softmax (straight-through estimator), since the true gradient is zero almost everywhere.
+    Its gradient is the gradient of softmax (straight-through estimator), because its own is zero almost everywhere.
 
     >>> argmax(torch.tensor([1.0, 0.5, -1.0]))
     tensor([1., 0., 0.])

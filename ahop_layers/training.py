@@ -17,12 +17,12 @@ def parameter_groups(
     """Splits the parameters of a model into optimizer groups: similarity parameters, and all others.
 
     Similarity parameters have no weight decay, because it would shrink all scores towards zero. If the model has some,
-    their group is the second. The class of a model may have ``no_weight_decay()``, as those of timm do: the parameters
-    that it names, biases and vectors are then in a last group without weight decay, as in ``timm.optim``.
+    their group is the second. The class of a model may have ``no_weight_decay()``, as in timm: the parameters that it
+    names, biases and vectors are then in a last group without weight decay, as in ``timm.optim``.
 
     Args:
         model: any model, with or without adaptive layers.
-        lr, similarity_lr: learning rate, and that of the similarity parameters; None means ``lr``.
+        lr, similarity_lr: learning rates of the other and of the similarity parameters; None means ``lr``.
         weight_decay: weight decay of all other parameters.
 
     >>> import torch, ahop_layers as ah

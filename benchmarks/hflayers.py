@@ -16,7 +16,7 @@ A time is measured on the clock of the caller: several steps and one synchroniza
 process, and the median over the turns counts. Memory is the peak of one step in addition to the layer and its input; on
 a CPU it is measured in a process of its own for each system. ``TF32`` is float32 with
 ``torch.backends.cuda.matmul.allow_tf32``, and ``bfloat16`` is autocast. A CPU has an eighth of the batch and, without
---precisions, float32 only. Rows are stored after each layer and replace those of the same measurement on this device.
+--precisions, float32 only. Rows are stored after each layer and replace earlier rows of the same measurement here.
 """
 
 import argparse
@@ -148,7 +148,7 @@ def measure(options: argparse.Namespace, name: str, precision: str) -> list[dict
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Times and memory of hflayers, and those of each measured system relative to them."""
+    """Times and memory of hflayers, and of each measured system relative to them."""
     units, systems = ("ms", "MB"), [each for each in SYSTEMS if any(row["system"] == each for row in rows)]
     header = [f"hflayers, {unit}" if each == "hflayers" else each for unit in units for each in ("hflayers", *systems)]
     body = []
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--systems", nargs="+", choices=SYSTEMS, default=tuple(SYSTEMS), help="systems to measure (default: all)")
     add("--turns", type=int, default=5, help="turns of each system (default: %(default)s)")
     add("--seconds", type=float, default=0.1, help="least time of a turn in seconds (default: %(default)s)")
-    add("--output", type=Path, default=RESULTS / "hflayers.csv", help="CSV file (default: %(default)s)")
+    add("--output", type=Path, default=RESULTS / "hflayers.csv", help="default: benchmarks/results/hflayers.csv")
     options = parser.parse_args(arguments)
     results, begin = ResultTable(options.output, options.device), time.perf_counter()
     print(f"{results.origin['device']}, torch {torch.__version__}; ratios to hflayers in this run")

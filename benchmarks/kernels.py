@@ -66,7 +66,7 @@ class Case:
         memory: minimum ratio of the memory of ``folded`` to ours.
         compiled: whether to measure torch.compile.
         blocks: number of blocks; by default every dimension is one.
-        dot_product: whether the weights are those of a dot product and need no gradient (forward only).
+        dot_product: whether the weights make a dot product and need no gradient (forward only).
         plain: whether to measure plain PyTorch.
     """
 
@@ -259,7 +259,7 @@ def _extra_megabytes(case: Case, device: str, name: str, threads: int) -> float:
 
 
 def limit_milliseconds(case: Case) -> float:
-    """Returns a lower bound on the forward time: that of the min and max instructions on the current GPU."""
+    """Returns a lower bound on the forward time: the time of the min and max instructions on the current GPU."""
     properties = torch.cuda.get_device_properties(0)
     query = ["nvidia-smi", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits"]
     clock = 1e6 * float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0])

@@ -90,7 +90,7 @@ def main() -> None:
     for name, size in SIZE.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"{HELP[name]} (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="calls of each measurement (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "packed.csv", help="CSV file (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=RESULTS / "packed.csv", help="default: results/packed.csv")
     options = parser.parse_args()
 
     results = ResultTable(options.output, options.device)

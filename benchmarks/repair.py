@@ -396,7 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--steps", type=int, default=4000, help="most training steps of a network (default: %(default)s)")
     add("--as-rows", nargs="*", choices=IMAGES, default=["digits"], help="images stored as rows (default: digits)")
     add("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    add("--output", type=Path, default=RESULTS / "repair.csv", help="CSV file (default: %(default)s)")
+    add("--output", type=Path, default=RESULTS / "repair.csv", help="default: benchmarks/results/repair.csv")
     add_data_dir(parser, "faces/yale_b.npz, mnist, tabular and wifi")
     options = parser.parse_args(arguments)
     options.rivals = min(options.rivals, options.splits)

@@ -142,9 +142,9 @@ def _measure_served(patterns: Tensor, extra: Tensor, seconds: float) -> dict[str
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--patterns", type=int, default=10_000)
-    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of a measurement (default: 60)")
+    parser.add_argument("--patterns", type=int, default=10_000, help="stored patterns (default: 10000)")
+    parser.add_argument("--dim", type=int, default=64, help="dimensions of a pattern (default: 64)")
     options = parser.parse_args()
     torch.manual_seed(0)
     patterns = torch.nn.functional.normalize(torch.randn(options.patterns, options.dim), dim=-1)

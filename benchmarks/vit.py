@@ -210,11 +210,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all parts)")
     add("--models", nargs="+", choices=MODELS, default=tuple(MODELS), help="models to measure (default: all)")
     names = ", ".join(ATTENTIONS)
-    text = f"attentions to compare with dot, of {names} (default: those of the documentation)"
+    text = f"attentions to compare with dot, of {names} (default: the attentions of the documentation)"
     add("--attentions", nargs="+", choices=ATTENTIONS, metavar="NAME", help=text)
     add("--passes", nargs="+", choices=PASSES, default=PASSES, help="passes to measure (default: both)")
-    add("--batch", type=int, help="batch size (default: that of each model)")
-    add("--image", type=int, help="side of an image in pixels, a multiple of 16 (default: that of each model)")
+    add("--batch", type=int, help="batch size (default: by model)")
+    add("--image", type=int, help="side of an image in pixels, a multiple of 16 (default: by model)")
     add("--turns", type=int, default=5, help="turns of each attention (default: %(default)s)")
     add("--seconds", type=float, default=0.25, help="least time of a turn in seconds (default: %(default)s)")
     add("--tokens", type=int, default=16_384, help="tokens of the part memory (default: %(default)s)")

@@ -41,7 +41,7 @@ def install_as_hflayers(**defaults: Any) -> None:
     warning names it.
 
     Args:
-        defaults: keywords that :class:`~ahop_layers.AdaptiveHopfield` adds to those of hflayers, such as ``blocks``.
+        defaults: keywords that :class:`~ahop_layers.AdaptiveHopfield` adds to the original ones, such as ``blocks``.
             Layers that are built through the name ``hflayers`` have them unless they are given others.
 
     >>> import ahop_layers as ah

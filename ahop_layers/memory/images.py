@@ -36,7 +36,7 @@ class ImageSimilarity(nn.Module):
 
     Before any training, the score is the mean correlation of the best half of the patches, plus the shares of pixels
     that agree closely, beyond chance, and of contrasts that agree roughly, times constants: pixels find images with
-    wrong pixels, and contrasts and patches those of another lighting. Patches of larger images say more, so the
+    wrong pixels, and contrasts and patches find images of another lighting. Patches of larger images say more, so the
     constant of the pixels is divided by the mean side. The settings were chosen on six sets of faces and digits.
 
     Args:

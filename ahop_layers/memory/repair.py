@@ -98,7 +98,7 @@ class Mixture(nn.Module):
             mean = (weight[:, None] @ near)[:, 0]
             own = (weight[:, None] @ (near - mean[:, None]).abs())[:, 0]
             width = (own + spread) / 2 + FLOOR * span
-            density = torch.exp(-gaps / width[:, None]) * (span / (2 * width))[:, None]  # that of a wrong value is 1
+            density = torch.exp(-gaps / width[:, None]) * (span / (2 * width))[:, None]  # a wrong value has 1
             likely, share = (weight[:, None] @ density)[:, 0], torch.full_like(count, 0.5)
             for _ in range(STEPS):
                 intact = (1 - share) * likely / ((1 - share) * likely + share)

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure_steps(options: argparse.Namespace) -> None:
-    """Compares losses and the times of a step with those of hflayers."""
+    """Compares losses and the times of a step with hflayers."""
     results = ResultTable(options.results / "projects.csv", "cpu")
     steps = options.steps or 20
     for name in options.projects:

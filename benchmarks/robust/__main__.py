@@ -8,7 +8,7 @@ The tables:
   pairs       a fit from 16 to 1,024 pairs of damaged queries, against a fit from the damage itself
   ablation    L1, trimmed L1, learned weights of ranks, saturating bases, and both
   scale       all values multiplied by 0.001, 1 and 1,000
-  confidence  known queries against those of people, or sensor rows, that are not stored (take --splits 20)
+  confidence  known queries against people, or sensor rows, that are not stored (take --splits 20)
 
 One fit covers the whole range of damage. Every baseline has one parameter for the whole range, chosen on damaged stored
 patterns. Values of images are replaced by uniform ones with probability 0 to 0.9; embeddings are unit vectors with

@@ -131,7 +131,7 @@ def measure_levels(task: Task, generator: torch.Generator, seed: int) -> Figures
 
 
 def measure_missing(task: Task, generator: torch.Generator, seed: int) -> Figures:
-    """Returns the accuracy with missing values, and with no other damage than that of the level 0."""
+    """Returns the accuracy with missing values, and with no other damage than at the level 0."""
     lowest = torch.zeros(len(task.asked), 1).to(task.asked)
     query = task.damage(task.asked, lowest, generator) if 0.0 in task.levels else task.asked
     asked = {share: ah.variants.Missing(share)(query, generator) for share in MISSING}
@@ -225,7 +225,7 @@ def known_and_foreign(task: Task, generator: torch.Generator) -> tuple[Task, Ten
 def measure_confidence(task: Task, generator: torch.Generator, seed: int) -> Figures:
     """Returns how well the confidence of the best hit tells known queries from foreign ones, at one level of damage.
 
-    All queries are damaged alike, and so are those of the fit. The calibration error is that of equal shares of both.
+    All queries are damaged alike, as in the fit. The calibration error counts equal shares of both.
     """
     task, strangers = known_and_foreign(task, generator)
     level = 0.5 if 0.5 in task.levels else 0.4

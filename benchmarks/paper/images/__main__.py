@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         add("--model", choices=MODELS, default=setup.model, help="size of the model (default: %(default)s)")
         add("--epochs", type=int, default=setup.epochs, help="number of epochs (default: %(default)s)")
         add("--batch", type=int, default=setup.batch, help="batch size (default: %(default)s)")
-        add("--patch", type=int, default=0, help="side of a patch in pixels (default: that of the data set)")
+        add("--patch", type=int, default=0, help="side of a patch in pixels (default: by data set)")
         shown = " ".join(f"{rate:g}" for rate in rates)
         add("--lr", type=float, nargs="+", default=rates, help=f"peak learning rates (default: {shown})")
     options = parser.parse_args(arguments)

@@ -5,7 +5,7 @@ That concept links to its trace, a damaged copy of its second side. Phase 2 retr
 query counts as right if both phases find its concept.
 
 The paper describes neither the data nor the levels of its table. Here both sides are handwritten digits of
-scikit-learn, which need no download and suffice for 1024 concepts. The figures of the paper are those of another task.
+scikit-learn, which need no download and suffice for 1024 concepts. The figures of the paper are of another task.
 """
 
 from collections.abc import Iterator, Sequence
