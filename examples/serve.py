@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shown = {"formatter_class": argparse.RawDescriptionHelpFormatter, "usage": argparse.SUPPRESS}
     parser = argparse.ArgumentParser(description=__doc__, **shown)
     parser.add_argument("memory", help="a file that AssociativeMemory.save wrote, of a memory with ids")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int, default=8000, help="port on 127.0.0.1 (default: 8000)")
     parser.add_argument("--save-every", type=float, metavar="SECONDS", help="save changes in the file of the memory")
     options = parser.parse_args(arguments)
     try:
