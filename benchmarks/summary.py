@@ -80,7 +80,7 @@ def speed(layers: Sequence[Row], vit: Sequence[Row], kernels: Sequence[Row], pac
         lines.append((f"full footprints, forward + backward, {device}", plain, ratios))
     ratios = [float(row["faster"]) for row in packed if row["pass"] == "forward+backward"]
     lines.append(("bags of different sizes, forward + backward", "padding", ratios))
-    body = [[name, other, f"{_reach(each)} x", _faster(each, other)] for name, other, each in lines if each]
+    body = [[name, other, f"{_reach(each)}\xa0x", _faster(each, other)] for name, other, each in lines if each]
     return table(["comparison", "baseline", "speed relative to it", "faster"], body)
 
 
