@@ -84,6 +84,16 @@ def damage_table(rows: Sequence[Row]) -> str:
     return table(["damage", *names, *(f"{other} minus dot" for other in others)], body)
 
 
+def repair_table(rows: Sequence[Row]) -> str:
+    """Accuracy by the share of the values that are replaced: mean and standard deviation, the best one bold."""
+    found = by_attention(row for row in rows if row["measure"] != "accuracy")["dot"]
+    names, shares = (dict.fromkeys(name.rpartition(" ")[place] for name in found) for place in (0, 2))
+    lines = [
+        [f"{float(share):.0%}", *bold_best([_spread(found[f"{name} {share}"]) for name in names])] for share in shares
+    ]
+    return table(["share", *names], lines)
+
+
 def speed_table(rows: Sequence[Row]) -> str:
     """Every figure, the best one bold, and its ratio to that of the dot product in the same run."""
     found = {
@@ -105,6 +115,7 @@ def speed_table(rows: Sequence[Row]) -> str:
 TABLES = {
     "paper": (rate_table, "Test accuracy with the paper's setup, by learning rate."),
     "working": (damage_table, "Test accuracy of a small ViT on damaged images."),
+    "repair": (repair_table, "Test accuracy of a small ViT on images of which a share of the values is replaced."),
     "throughput": (speed_table, "Throughput of a small ViT."),
 }
 """The table of a setup, and its caption."""
