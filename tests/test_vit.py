@@ -99,7 +99,7 @@ def test_image_benchmark(tmp_path, capsys, small_fit):
     attentions, common = ["dot", "adaptive:last=1,lr=0.1"], "--data digits --model tiny --device cpu --batch"
     run(f"working {common} 256 --seeds 1 --epochs 2 --attentions {' '.join(attentions)}")
     run(f"throughput {common} 4 --seconds 0.01")
-    assert "| 70% | " in run(f"repair {common} 256 --seeds 1 --epochs 2")
+    assert "| dot | 70% | " in run(f"repair {common} 256 --seeds 1 --epochs 2")
     rows = read(tmp_path / "images.csv")
     assert [row["attention"] for row in rows if row["measure"] == "accuracy"] == [*attentions, "dot"]
     clean = {

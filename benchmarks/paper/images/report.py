@@ -2,7 +2,7 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from decimal import Decimal
 
 from benchmarks.harness.report import bold_best, bold_best_in_columns, group, table
@@ -26,7 +26,7 @@ def _split_rate(row: Row) -> Row:
     return row | {"settings": settings, "rate": rate} if row["setup"] == "paper" else row
 
 
-def by_attention(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
+def by_attention(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]:
     """Returns attention -> measure -> seed -> value. The dot product, the baseline, comes first."""
     found: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in sorted(rows, key=lambda row: row["attention"] != "dot"):
@@ -86,12 +86,13 @@ def damage_table(rows: Sequence[Row]) -> str:
 
 def repair_table(rows: Sequence[Row]) -> str:
     """Accuracy by the share of the values that are replaced: mean and standard deviation, the best one bold."""
-    found = by_attention(row for row in rows if row["measure"] != "accuracy")["dot"]
-    names, shares = (dict.fromkeys(name.rpartition(" ")[place] for name in found) for place in (0, 2))
-    lines = [
-        [f"{float(share):.0%}", *bold_best([_spread(found[f"{name} {share}"]) for name in names])] for share in shares
-    ]
-    return table(["share", *names], lines)
+    lines = []
+    for attention, found in by_attention(row for row in rows if row["measure"] != "accuracy").items():
+        names, shares = (dict.fromkeys(name.rpartition(" ")[place] for name in found) for place in (0, 2))
+        for share in shares:
+            cells = bold_best([_spread(found[f"{name} {share}"]) for name in names])
+            lines.append([attention, f"{float(share):.0%}", *cells])
+    return table(["attention", "replaced", *names], lines)
 
 
 def speed_table(rows: Sequence[Row]) -> str:
