@@ -52,3 +52,17 @@ def test_a_lookup_reads_stored_values_and_leaves_instances_out():
     assert ((other - stored).abs().amax(1) > 0.1).all()
     trained = [name.rpartition(".")[2] for name, each in lookup.named_parameters() if each.requires_grad]
     assert sorted(trained) == ["beta", "beta", "scaling", "w", "w"]
+
+
+@pytest.mark.full
+def test_a_repaired_bag_is_read_by_a_network_of_clean_bags(tmp_path, monkeypatch, small_fit):
+    generator, classes = torch.Generator().manual_seed(0), np.arange(11_000) % 10
+    digits = torch.rand(10, 784, generator=generator)[classes] + 0.02 * torch.rand(11_000, 784, generator=generator)
+    monkeypatch.setattr(measure, "load_digits", lambda _: (digits, classes))
+    monkeypatch.setattr(measure, "STORED", 100)
+    size, device = measure.Size(bags=(150, 40), epochs=4), torch.device("cpu")
+    found = {
+        name: measure.measure(measure.Measurement("bags", "pixels 0.7", name, 0, ""), tmp_path, size, device)["auc"]
+        for name in ("none", "repair")
+    }
+    assert found["repair"] > 0.95 > 0.8 > found["none"]

@@ -10,6 +10,7 @@ from PIL import Image
 import ahop_layers as ah
 from benchmarks.harness.rows import read
 from benchmarks.paper.images import __main__ as images
+from benchmarks.paper.images import training
 from examples import vit
 from tests.samples import refuses
 
@@ -75,8 +76,22 @@ def test_maps_show_predictions_and_the_dot_product():
             np.testing.assert_allclose(shown.flatten(), weights[column].mean(0)[0, 1:], rtol=1e-4)
 
 
+def test_patches_are_repaired_in_their_places(small_fit):
+    places = torch.linspace(0, 1, 16)
+    colors = torch.rand(60, 3, 1, 1, generator=torch.Generator().manual_seed(0))
+    photos = (colors * places[:, None] + (1 - colors) * places) / 2  # smooth
+    repair = training.repaired(photos[:50], 0)
+    clean, wrong, found, median = (
+        each(photos[50:], share, torch.Generator().manual_seed(1)) - photos[50:]
+        for each, share in ((repair, 0.0), (training.replaced, 0.5), (repair, 0.5), (training.filtered, 0.5))
+    )
+    assert clean.abs().max() < 0.02
+    assert found.square().mean() < 0.5 * median.square().mean() < 0.5 * wrong.square().mean()
+    assert (wrong != 0).flatten(1).sum(1).tolist() == [3 * 16 * 16 // 2] * 10
+
+
 @pytest.mark.full
-def test_image_benchmark(tmp_path, capsys):
+def test_image_benchmark(tmp_path, capsys, small_fit):
     def run(options):
         images.main([*options.split(), "--output", str(tmp_path / "images.csv")])
         return capsys.readouterr().out
@@ -84,7 +99,12 @@ def test_image_benchmark(tmp_path, capsys):
     attentions, common = ["dot", "adaptive:last=1,lr=0.1"], "--data digits --model tiny --device cpu --batch"
     run(f"working {common} 256 --seeds 1 --epochs 2 --attentions {' '.join(attentions)}")
     run(f"throughput {common} 4 --seconds 0.01")
+    assert "| dot | 70% | " in run(f"repair {common} 256 --seeds 1 --epochs 2")
     rows = read(tmp_path / "images.csv")
-    assert [row["attention"] for row in rows if row["measure"] == "accuracy"] == attentions
+    assert [row["attention"] for row in rows if row["measure"] == "accuracy"] == [*attentions, "dot"]
+    clean = {
+        row["value"] for row in rows if row["measure"] in ("accuracy", "as it is 0.0") and row["setup"] == "repair"
+    }
+    assert len(clean) == 1
     assert all(float(row["value"]) > 0 for row in rows if row["setup"].startswith("throughput"))
     assert "| none | " in run("report")

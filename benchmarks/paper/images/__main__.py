@@ -1,11 +1,14 @@
 """Image classification: a fair comparison of dot-product (M-Hop), kernel (K-Hop), sparse (S-Hop) and A-Hop attention.
 
-To run: python -m benchmarks.paper.images paper|working|throughput|report [--help]
+To run: python -m benchmarks.paper.images paper|working|repair|throughput|report [--help]
 
 - ``paper``: the experiment of the paper with several learning rates: 3 blocks of width 512, Adam, no augmentation. It
   measures the test accuracy after the last epoch.
 - ``working``: a small ViT with augmentation, tested on clean images and on the variants of the paper: pixel noise,
   masked patches, and a constant bias of the colors, each with several strengths.
+- ``repair``: the same ViT with dot-product attention, trained on clean images, tested on images with replaced values:
+  as they are, after a median filter, and after repair by a memory of 20,000 clean patches of 4 x 4 pixels. Its rival is
+  trained with such damage.
 - ``throughput``: images per second and peak memory of a small ViT in training and inference.
 - ``report``: tables of all rows.
 

@@ -11,7 +11,7 @@ import torch
 from benchmarks.harness.rows import ResultTable
 from benchmarks.images import ImageSet
 from benchmarks.paper.images.model import channel_scale
-from benchmarks.paper.images.training import DAMAGES, Setup, Training, accuracy, build, speeds
+from benchmarks.paper.images.training import DAMAGES, Setup, Training, accuracy, build, repair_accuracies, speeds
 
 ATTENTIONS = ("dot", "adaptive", "kernel", "sparse")
 BLOCKS = ("adaptive:blocks=4", "adaptive:blocks=8")
@@ -20,8 +20,14 @@ SETUPS = {
     "working": Setup("small", 40, 256, ("dot", "adaptive", *BLOCKS), 1e-3, 0.05, 0.1, augment=True, smoothing=0.1),
     "throughput": Setup("small", 1, 256, (*ATTENTIONS, "eager")),
 }
+SETUPS["repair"] = replace(SETUPS["working"], attentions=("dot",))
 RATES = (1e-3, 3e-4, 1e-4)
 """The learning rates of every attention in the experiment of the paper, which uses the first."""
+
+
+def make(attention: str, setup: Setup, data: ImageSet, graphs: bool) -> Training:
+    """Builds a model and its training."""
+    return Training(*build(attention, setup, data, channel_scale(data.train.images)), data, setup, graphs)
 
 
 def measure(
@@ -30,7 +36,7 @@ def measure(
     """Measures one model. Returns None if there is no time to train it."""
     gc.collect()  # frees the memory of the previous model
     torch.manual_seed(seed)
-    training = Training(*build(attention, setup, data, channel_scale(data.train.images)), data, setup, options.graphs)
+    training = make(attention, setup, data, options.graphs)
     if options.setup == "throughput":
         return speeds(training, options.seconds)
     if not training.run(seed, deadline):
@@ -40,6 +46,11 @@ def measure(
         for damage, strengths in DAMAGES.items():
             for strength in strengths:
                 measured[f"{damage.__name__} {strength}"] = accuracy(training, damage, strength)
+    if options.setup == "repair":
+        rival = make(attention, replace(setup, damaged=True), data, options.graphs)
+        if not rival.run(seed, deadline):
+            return None
+        measured |= repair_accuracies(training, rival, seed)
     return measured
 
 

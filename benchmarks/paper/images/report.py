@@ -2,7 +2,7 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from decimal import Decimal
 
 from benchmarks.harness.report import bold_best, bold_best_in_columns, group, table
@@ -26,7 +26,7 @@ def _split_rate(row: Row) -> Row:
     return row | {"settings": settings, "rate": rate} if row["setup"] == "paper" else row
 
 
-def by_attention(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
+def by_attention(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]:
     """Returns attention -> measure -> seed -> value. The dot product, the baseline, comes first."""
     found: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in sorted(rows, key=lambda row: row["attention"] != "dot"):
@@ -84,6 +84,17 @@ def damage_table(rows: Sequence[Row]) -> str:
     return table(["damage", *names, *(f"{other} minus dot" for other in others)], body)
 
 
+def repair_table(rows: Sequence[Row]) -> str:
+    """Accuracy by the share of the values that are replaced: mean and standard deviation, the best one bold."""
+    lines = []
+    for attention, found in by_attention(row for row in rows if row["measure"] != "accuracy").items():
+        names, shares = (dict.fromkeys(name.rpartition(" ")[place] for name in found) for place in (0, 2))
+        for share in shares:
+            cells = bold_best([_spread(found[f"{name} {share}"]) for name in names])
+            lines.append([attention, f"{float(share):.0%}", *cells])
+    return table(["attention", "replaced", *names], lines)
+
+
 def speed_table(rows: Sequence[Row]) -> str:
     """Every figure, the best one bold, and its ratio to that of the dot product in the same run."""
     found = {
@@ -105,6 +116,7 @@ def speed_table(rows: Sequence[Row]) -> str:
 TABLES = {
     "paper": (rate_table, "Test accuracy with the paper's setup, by learning rate."),
     "working": (damage_table, "Test accuracy of a small ViT on damaged images."),
+    "repair": (repair_table, "Test accuracy of a small ViT on images of which a share of the values is replaced."),
     "throughput": (speed_table, "Throughput of a small ViT."),
 }
 """The table of a setup, and its caption."""

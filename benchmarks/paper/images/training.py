@@ -4,13 +4,16 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import ahop_layers as ah
+from ahop_layers.memory.variants import Level
 from benchmarks.images import ImageSet
 from benchmarks.paper.images.attentions import Attention
 from benchmarks.paper.images.model import MODELS, VisionTransformer, as_floats, augment
@@ -40,6 +43,7 @@ class Setup:
         augment: whether to augment the training images.
         smoothing: label smoothing.
         patch: side of a patch in pixels; 0 for that of the data set.
+        damaged: whether to replace a share of the values of training images, up to the largest of ``SHARES``.
     """
 
     model: str
@@ -52,6 +56,7 @@ class Setup:
     augment: bool = False
     smoothing: float = 0.0
     patch: int = 0
+    damaged: bool = False
 
 
 def build(attention: str, setup: Setup, data: ImageSet, scale: dict[str, tuple[float, ...]]) -> tuple[nn.Module, float]:
@@ -123,9 +128,10 @@ class Training:
     def _step(self) -> None:
         images, labels = self.data.train.images[self.index], self.data.train.labels[self.index]
         images = augment(images, self.data.mirror) if self.setup.augment else images
+        pixels = replaced(as_floats(images), (0.0, SHARES[-1])) if self.setup.damaged else as_floats(images)
         self.optimizer.zero_grad()
         with self.autocast():
-            logits = self.model(as_floats(images))
+            logits = self.model(pixels)
         task = cross_entropy(logits.float(), labels, label_smoothing=self.setup.smoothing)
         (task + separation_loss(self.model)).backward()
         self.optimizer.step()
@@ -203,12 +209,42 @@ def bias(images: Tensor, strength: float, generator: torch.Generator) -> Tensor:
     return images + strength * signs
 
 
+def replaced(images: Tensor, strength: Level, generator: torch.Generator | None = None) -> Tensor:
+    """Replaces a fraction ``strength`` of the values of each image by uniform values."""
+    return ah.variants.Replaced(strength, low=0.0, high=1.0)(images.flatten(1), generator).view_as(images)
+
+
+def filtered(images: Tensor, strength: float, generator: torch.Generator, side: int = 3) -> Tensor:
+    """Replaces values, then applies a median filter of ``side * side`` pixels to each channel."""
+    padded = torch.nn.functional.pad(replaced(images, strength, generator), (side // 2,) * 4, "replicate")
+    return padded.unfold(2, side, 1).unfold(3, side, 1).flatten(-2).median(-1).values
+
+
 Damage = Callable[[Tensor, float, torch.Generator], Tensor]
 DAMAGES: dict[Damage, tuple[float, ...]] = {
     noise: (0.05, 0.1, 0.2, 0.3),
     mask: (0.1, 0.25, 0.5, 0.75),
     bias: (0.1, 0.2, 0.3, 0.4),
 }
+SHARES = (0.0, 0.1, 0.3, 0.5, 0.7)
+"""Fractions of the values that are replaced where repair is measured."""
+STORED = 20_000
+"""Number of patches in the memory."""
+
+
+def repaired(images: Tensor, seed: int) -> Damage:
+    """Fits a memory of patches of clean images. Returns the damage that replaces values, then repairs each patch."""
+    apart, side = "n c (h p) (w q) -> (n h w) (c p q)", {"p": 4, "q": 4}
+    patches = rearrange(images, apart, **side)
+    memory = ah.AssociativeMemory(patches[torch.randperm(len(patches))[:STORED].to(patches.device)])
+    memory.fit(seed=seed, progress=False)
+
+    def apply(images: Tensor, strength: float, generator: torch.Generator) -> Tensor:
+        values = memory.repair(rearrange(replaced(images, strength, generator), apart, **side)).values
+        together = "(n h w) (c p q) -> n c (h p) (w q)"
+        return rearrange(values, together, n=len(images), h=images.shape[2] // 4, **side)
+
+    return apply
 
 
 @torch.no_grad()
@@ -223,6 +259,21 @@ def accuracy(training: Training, damage: Damage | None = None, strength: float =
         with training.autocast():
             right += (training.model(pixels).argmax(-1) == labels).sum().item()
     return right / len(training.data.test.labels)
+
+
+def repair_accuracies(training: Training, rival: Training, seed: int) -> dict[str, float]:
+    """Returns the test accuracies of a model on damaged images before and after repair, and of a rival before it."""
+    medians = {"median, 3 x 3": filtered, "median, 5 x 5": partial(filtered, side=5)}
+    damages = {
+        "as it is": replaced,
+        **medians,
+        "repaired": repaired(as_floats(training.data.train.images[:5000]), seed),
+    }
+    measured = {}
+    for share in SHARES:
+        measured |= {f"{name} {share}": accuracy(training, damage, share) for name, damage in damages.items()}
+        measured[f"trained with it {share}"] = accuracy(rival, replaced, share)
+    return measured
 
 
 def speeds(training: Training, seconds: float = 2.0) -> dict[str, float]:

@@ -12,7 +12,8 @@ Initially only the most similar blocks count, so that it is robust before it is 
 - ``bags``: bags of damaged MNIST digits; label 1: the bag holds a nine. The lookup replaces each digit by the similar
   ones of 1,000 clean digits that are in no bag. Convolutions, adaptive pooling and a linear layer follow. ``cnn`` has
   three more convolutions instead of the lookup; ``cnn, pretrained`` was first trained to restore damaged copies of
-  the same 1,000 digits. ``lookup, not trained`` keeps the initial weights of the lookup and trains the rest.
+  the same 1,000 digits. ``lookup, not trained`` keeps the initial weights of the lookup and trains the rest. ``repair``
+  is the network of ``none``, trained on clean bags, behind a memory of the 1,000 digits that repairs the test bags.
 
 Every row is stored immediately and is not measured again on the same device. docs/data.md lists the files.
 """

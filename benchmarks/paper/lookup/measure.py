@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import ahop_layers as ah
 from ahop_layers.memory.variants import Level, Replaced, Variant
 from benchmarks.bag_sets import BagSet, bags_of_digits, damage_bags
 from benchmarks.bags import auc
@@ -23,7 +24,7 @@ LEVELS = {"pixels": (0.0, 0.3, 0.5, 0.7, 0.8, 0.9), "block": (0.1, 0.3, 0.5, 0.7
 """Kind of damage of faces -> fractions of the test images that are damaged."""
 TRAINED = {"pixels": (0.0, 0.9), "block": (0.0, 0.8)}
 """Range of the fractions in training."""
-BAG_NETWORKS = ("none", "cnn", "cnn, pretrained", "lookup, not trained", "lookup")
+BAG_NETWORKS = ("none", "cnn", "cnn, pretrained", "lookup, not trained", "lookup", "repair")
 BAG_LEVELS = (0.5, 0.7)
 STORED = 1000
 """Number of clean digits that are in no bag: those of the lookup, and of the pretraining."""
@@ -167,9 +168,9 @@ def measure_bags(wanted: Measurement, folder: Path, size: Size, device: torch.de
     level, name, seed = float(wanted.damage.split()[1]), wanted.network, wanted.seed
     generator = np.random.default_rng(seed)
     data = bags_of_digits(*load_digits(folder), 10_000, size.bags, generator, STORED)
-    data = damage_bags(data, level, seed)
-    train, test = (PackedBags(data, part, device) for part in (range(size.bags[0]), data.test))
-    stored = data.stored.to(device)
+    damaged = damage_bags(data, level, seed)
+    train = PackedBags(data if name == "repair" else damaged, range(size.bags[0]), device)
+    test, stored = PackedBags(damaged, data.test, device), data.stored.to(device)
     first = first_layer(name, stored).to(device)
     if name == "cnn, pretrained":
         pretrain(first, stored, level, size.pretraining, seed)
@@ -185,6 +186,10 @@ def measure_bags(wanted: Measurement, folder: Path, size: Size, device: torch.de
         return nn.functional.binary_cross_entropy_with_logits(model(rows, sizes)[0], labels)
 
     optimize(model, loss, size.epochs * steps, 2e-3)
+    if name == "repair":
+        memory = ah.AssociativeMemory(stored.unflatten(1, (28, 28)))
+        memory.fit(seed=seed, progress=False)
+        test.rows = memory.repair(test.rows).values
     with torch.no_grad():
         parts = torch.arange(len(test.sizes)).split(32)
         logits = torch.cat([model(*test.gather(part.tolist())[:2])[0] for part in parts])

@@ -67,7 +67,7 @@ def first_layer(name: str, stored: Tensor) -> nn.Module:
     """Returns the layer of a name of BAG_NETWORKS: it maps damaged to restored digits ``(n, 784)``."""
     if name.startswith("lookup"):
         return Lookup(stored, keep=1.0, blocks=[None, ah.patches(28, 28, 2)])
-    if name == "none":
+    if name in ("none", "repair"):
         return nn.Identity()
     return nn.Sequential(
         nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1),
