@@ -4,14 +4,15 @@ To run: python -m benchmarks.repair [--sets digits faces16] [--kinds uniform mis
 
 A network is trained on clean rows and not touched again. Its accuracy is measured on damaged test rows as they are
 ("frozen"), with unknown values filled by the mean, and after ``memory.repair`` ("repaired"), where the memory of the
-training rows was fitted once, without arguments. The rivals are trained once for each kind of damage, over all levels,
-until their validation loss stops falling, and the state with the smallest one is kept: a network of the same size and
-one of twice the width ("retrained", "wide"), a denoising autoencoder before the frozen network ("autoencoder"), and for
-images a convolutional network ("cnn"). A median filter ("median"), the label of the nearest stored row ("nearest") and
-the memory with known positions ("known") complete the table, and for missing values the mean of the nearest rows
-("k-nearest"), as scikit-learn imputes it, and in the first split, for up to 64 columns, iterative imputation
-("iterative") and gradient-boosted trees that were trained with missing values ("trees"). Networks of all splits and
-kinds are trained at once. Figures that the output file has are not measured again.
+training rows, whose labels are the network's own answers, was fitted once, without arguments. The rivals are trained
+once for each kind of damage, over all levels, until their validation loss stops falling, and the state with the
+smallest one is kept: a network of the same size and one of twice the width ("retrained", "wide"), a denoising
+autoencoder before the frozen network ("autoencoder"), and for images a convolutional network ("cnn"). A median filter
+("median"), the label of the nearest stored row ("nearest") and the memory with known positions ("known") complete the
+table, and for missing values the mean of the nearest rows ("k-nearest"), as scikit-learn imputes it, and in the first
+split, for up to 64 columns, iterative imputation ("iterative") and gradient-boosted trees that were trained with
+missing values ("trees"). Networks of all splits and kinds are trained at once. Figures that the output file has are not
+measured again.
 """
 
 import copy
@@ -48,12 +49,8 @@ IMAGES["mnist60k"] = (28, 28)
 SETS = (*IMAGES, "adult", "sensors", *(f"wifi-{name}" for name in wifi.SETS if name[:3] in ("TUT", "UJI")))
 COUNTS = {"mnist1k": 1000, "mnist8k": 8000, "mnist60k": 60_000, "faces16": 1600, "faces32": 1600, "adult": 4000}
 STORED, ASKED = 2000, 1000  # most stored rows of other sets, most test rows
-BATCH, POOL, CHECK, PATIENCE = (
-    256,
-    20,
-    250,
-    4,
-)  # rows of a step, steps of a draw, steps between validations, validations
+BATCH, POOL = 256, 20  # rows of a step, steps of a draw
+CHECK, PATIENCE = 250, 4  # steps between validations, validations
 WIDTH, NEIGHBORS, FEW_COLUMNS = 512, 5, 64
 
 
@@ -296,7 +293,8 @@ def measure(name: str, splits: Sequence[Split], options: Any, results: ResultTab
             few = splits[: options.rivals]
             rivals[rival] = train(name, few, kinds, options.steps, made[rival], rival == "autoencoder")
     for number, split in enumerate(splits):
-        memory = ah.AssociativeMemory(split.stored if as_rows else split.stored.reshape(-1, *shape))  # type: ignore[misc]
+        stored = split.stored if as_rows else split.stored.reshape(-1, *shape)  # type: ignore[misc]
+        memory = ah.AssociativeMemory(stored, labels=frozen.apply(number, split.standard(split.stored)).argmax(-1))
         fit = memory.fit(seed=number, progress=False)
         print(f"{name}, split {number}: {fit}", flush=True)
         boosted = trees(split) if number == 0 and dim <= FEW_COLUMNS and "missing" in kinds else None

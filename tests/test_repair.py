@@ -150,6 +150,22 @@ def test_a_compiled_graph_repairs_alike(memory, gate):
     torch.testing.assert_close(compiled(query), layer(query), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("labelled", [False, True])
+def test_with_labels_another_pattern_of_the_class_is_as_good_as_the_pattern_itself(monkeypatch, labelled):
+    rows, number = ROWS[:64].clone(), torch.arange(64)
+    rows[:, 0] = number / 64
+    memory = ah.AssociativeMemory(rows, "l1", labels=number // 2 if labelled else None)
+
+    def mix(stored, query, logits, indices, spread, gate):
+        own = (query[:, 0] * 64).round().long()
+        of = {repair.CLOSED: query, repair.OPEN: rows[(own + 2) % 64], repair.WEIGHED: rows[own ^ 1]}  # in pairs
+        return of[gate], torch.ones_like(query)
+
+    monkeypatch.setattr(repair.Mixture, "mix", staticmethod(mix))
+    memory.fit(lambda x, generator: torch.cat([x[:, :1], torch.full_like(x[:, 1:], 40.0)], 1))
+    assert memory.mixture.gate == (repair.WEIGHED if labelled else repair.OPEN)
+
+
 def test_where_repair_does_not_pay_only_unknown_values_change(memory):
     report = memory.fit(V.Noisy(std=1e-3))  # nothing is suspicious, so nothing improves
     assert report.repair == 1

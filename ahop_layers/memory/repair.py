@@ -4,8 +4,10 @@ A value is intact, and then near the value of a neighbor that the similarity fou
 with a uniform density over the range of its column. The share of wrong values of a row is found by expectation
 maximization. A value keeps its place in proportion to its probability of being intact, and the mean of the neighbors
 has the rest. A second round weighs the neighbors by the likelihood of the row, where a fit found that to be better.
+With labels, a fit learns to find other patterns of a class, as repair has to: a clean copy of the query is not stored.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from ahop_layers.memory.storage import Stored
 from ahop_layers.memory.variants import as_damage
 
 NEIGHBORS = 32  # most neighbors of a row
-EVEN = 0.2  # share of the weight that all neighbors have alike
+TEMPER = 0.5  # power of the likelihood: values of a row depend on each other, and count less than if they did not
 FLOOR = 0.01  # smallest scale of an intact value, relative to the range of its column
 STEPS = 8  # steps of expectation maximization
 SHARES = 0.001, 0.98  # smallest and largest share of wrong values in a row
@@ -92,9 +94,9 @@ class Mixture(nn.Module):
         x = rows.nan_to_num(0.0).clamp(low, high)
         gaps, count = (x[:, None] - near).abs(), usable.sum(-1, keepdim=True).clamp(min=1)
 
-        def solve(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            """Returns the mean of the neighbors, probabilities, and the likelihood of each neighbor."""
-            weight = (1 - EVEN) * logits.softmax(-1) + EVEN / logits.shape[-1]
+        def solve(logits: Tensor) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+            """Returns the mean of the neighbors, probabilities, and a function for the likelihood of each neighbor."""
+            weight = logits.softmax(-1)
             mean = (weight[:, None] @ near)[:, 0]
             own = (weight[:, None] @ (near - mean[:, None]).abs())[:, 0]
             width = (own + spread) / 2 + FLOOR * span
@@ -104,16 +106,20 @@ class Mixture(nn.Module):
                 intact = (1 - share) * likely / ((1 - share) * likely + share)
                 share = ((1 - intact) * usable).sum(-1, keepdim=True) / count
                 share = share.clamp(*SHARES)
-            mixed = ((1 - share[:, None]) * density + share[:, None]).log()
-            return mean, intact * usable, (mixed @ usable[:, :, None])[..., 0]
+
+            def likelihood() -> Tensor:
+                mixed = ((1 - share[:, None]) * density + share[:, None]).log()
+                return TEMPER * (mixed @ usable[:, :, None])[..., 0]
+
+            return mean, intact * usable, likelihood
 
         mean, intact, likelihood = solve(logits)
         if torch.compiler.is_compiling():  # without a branch
-            again = solve(likelihood)
+            again = solve(likelihood())
             weighed = torch.as_tensor(gate) == WEIGHED
             mean, intact = torch.where(weighed, again[0], mean), torch.where(weighed, again[1], intact)
         elif gate == WEIGHED:
-            mean, intact, _ = solve(likelihood)
+            mean, intact, _ = solve(likelihood())
         wrong = 1 - intact - unknown.to(rows.dtype)
         changed = ((wrong > SUSPICIOUS).any(-1) | (wrong.sum(-1) > 1)) & (gate != CLOSED)
         repaired = torch.where(changed[:, None], intact * x + (1 - intact) * mean, rows)
@@ -157,12 +163,15 @@ class Mixture(nn.Module):
         def tried(gate: int) -> Tensor:
             return self.mix(stored, rows, logits.to(unit.dtype), indices, spread, gate)[0]
 
-        # The neighbors are weighed again if then more of the repaired patterns find themselves. Errors of single values
-        # would not tell: they are small, too, if neighbors are alike in something else, such as the light of a photo.
-        found = {
-            gate: (scorer.search(Queries(tried(gate).to(stored.dtype), stored.unknown, ()), 1)[1][:, 0] == own).sum()
-            for gate in (OPEN, WEIGHED)
-        }
+        def right(values: Tensor) -> Tensor:
+            if stored.classes is not None:
+                return (stored.class_of(neighbors(values)[1][:, 0]) == stored.class_of(own)).sum()
+            return (scorer.search(Queries(values, stored.unknown, ()), 1)[1][:, 0] == own).sum()
+
+        # The neighbors are weighed again if then more of the repaired patterns find themselves, or another one of their
+        # class. Errors of single values would not tell: they are small, too, if neighbors are alike in something else,
+        # such as the light of a photo.
+        found = {gate: right(tried(gate).to(stored.dtype)) for gate in (OPEN, WEIGHED)}
         gate = WEIGHED if found[WEIGHED] > found[OPEN] else OPEN
         left = (error(tried(gate)) / error(tried(CLOSED)).clamp(min=1e-9)).item()
         self.spread, self.gate = spread, torch.full_like(self.gate, gate if left < 1 else CLOSED)
@@ -173,8 +182,8 @@ class Repair(nn.Module):
     """Repairs the inputs of a network: a layer for ``nn.Sequential(Repair(memory), network)``.
 
     Args:
-        memory: an :class:`~ahop_layers.AssociativeMemory` of clean rows, after a fit. It is a part of the layer: a
-            state dict has its patterns.
+        memory: an :class:`~ahop_layers.AssociativeMemory` of clean rows, after a fit. It finds better neighbors if the
+            answers of the network are its labels. It is a part of the layer: a state dict has its patterns.
         shortlist: as for :meth:`~ahop_layers.AssociativeMemory.search`.
 
     >>> import ahop_layers as ah
