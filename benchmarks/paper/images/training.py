@@ -228,8 +228,8 @@ DAMAGES: dict[Damage, tuple[float, ...]] = {
 }
 SHARES = (0.0, 0.1, 0.3, 0.5, 0.7)
 """Fractions of the values that are replaced where repair is measured."""
-STORED = 20_000
-"""Number of patches in the memory."""
+STORED, TESTED = 20_000, 2000
+"""Number of patches in the memory, and of test images."""
 
 
 def repaired(images: Tensor, seed: int) -> Damage:
@@ -248,17 +248,19 @@ def repaired(images: Tensor, seed: int) -> Damage:
 
 
 @torch.no_grad()
-def accuracy(training: Training, damage: Damage | None = None, strength: float = 0.0) -> float:
-    """Returns the test accuracy. The damaged images are the same for every model."""
+def accuracy(
+    training: Training, damage: Damage | None = None, strength: float = 0.0, count: int | None = None
+) -> float:
+    """Returns the accuracy on ``count`` test images, by default all. The damaged images are the same for every model."""
     training.model.eval()
     generator, right = torch.Generator(training.device).manual_seed(0), 0
-    for images, labels in zip(*(rows.split(1000) for rows in training.data.test), strict=True):
+    for images, labels in zip(*(rows[:count].split(1000) for rows in training.data.test), strict=True):
         pixels = as_floats(images)
         if damage is not None:
             pixels = damage(pixels, strength, generator).clamp(0, 1)
         with training.autocast():
             right += (training.model(pixels).argmax(-1) == labels).sum().item()
-    return right / len(training.data.test.labels)
+    return right / len(training.data.test.labels[:count])
 
 
 def repair_accuracies(training: Training, rival: Training, seed: int) -> dict[str, float]:
@@ -271,8 +273,8 @@ def repair_accuracies(training: Training, rival: Training, seed: int) -> dict[st
     }
     measured = {}
     for share in SHARES:
-        measured |= {f"{name} {share}": accuracy(training, damage, share) for name, damage in damages.items()}
-        measured[f"trained with it {share}"] = accuracy(rival, replaced, share)
+        measured |= {f"{name} {share}": accuracy(training, damage, share, TESTED) for name, damage in damages.items()}
+        measured[f"trained with it {share}"] = accuracy(rival, replaced, share, TESTED)
     return measured
 
 
