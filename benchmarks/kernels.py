@@ -41,6 +41,7 @@ from ahop_layers.ops.gpu.layout import comparators
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.memory import CLEAR, in_own_process, peak, reset_peak
 from benchmarks.harness.rows import RESULTS, ResultTable
+from benchmarks.projects.project import NO_NORMS, STATIC
 
 BASES = ("dis", "dot")
 BASELINES = ("paper", "folded", "compiled", "our float32", "our full", "one block", "plain layer", "fused dot product")
@@ -314,10 +315,7 @@ def _shown(numbers: dict[str, float | None]) -> dict[str, str]:
 def measure_layer() -> Iterator[dict[str, object]]:
     """Yields the rows of a Hopfield layer without projections, with 16 blocks, compared with the plain layer."""
     size, d, n = 256, 1024, 16
-    sides = ("stored_pattern", "state_pattern", "pattern_projection")
-    static = {f"{side}_as_static": True for side in sides}
-    raw = {f"normalize_{side}{affine}": False for side in sides for affine in ("", "_affine")}
-    options: dict[str, Any] = {"input_size": d, **static, **raw}
+    options: dict[str, Any] = {"input_size": d, **STATIC, **NO_NORMS}
     layers = {"ours": ah.AdaptiveHopfield(**options, blocks=n), "plain layer": Hopfield(**options)}
     patterns = torch.randn(2, 1, size, d, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -37,8 +37,7 @@ PROJECTS = tuple(NAMES)
 
 def project_named(name: str) -> Project:
     """Returns a project by the name of its module."""
-    project: Project = import_module(f"benchmarks.projects.{name}").PROJECT
-    return project
+    return import_module(f"benchmarks.projects.{name}").PROJECT
 
 
 class Training:
