@@ -8,8 +8,7 @@ codes, which are made before. Recall is the share of 128 queries whose origin is
 a GPU all searches are exact.
 
 With --recall, recall and seconds a query of the default similarity after a fit, exact and with shortlists, and of FAISS
-indices of vectors, for correlated patterns with up to 80 % of the values of a query replaced or missing, and a picture
-of recall over time. Needs FAISS.
+indices of vectors, for correlated patterns with up to 80 % of the values of a query replaced or missing. Needs FAISS.
 """
 
 import argparse
@@ -23,7 +22,7 @@ import ahop_layers as ah
 from benchmarks import search_recall
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.memory import peak, reset_peak
-from benchmarks.harness.report import number, picture_for, table
+from benchmarks.harness.report import number, table
 from benchmarks.harness.rows import RESULTS, ResultTable, Row
 
 SIZES = {"cpu": (10_000, 100_000, 1_000_000, 10_000_000), "cuda": (10_000, 100_000, 1_000_000, 5_000_000, 20_000_000)}
@@ -131,7 +130,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.recall:
         search_recall.measure(options, results)
         print(search_recall.report(results.own_rows))
-        print(f"plot: {search_recall.draw(results.own_rows, picture_for(output, 'search_recall'))}")
     else:
         measure(options, results)
         print(report(results.own_rows))

@@ -9,13 +9,12 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import ahop_layers as ah
-from benchmarks.harness.report import drawing, group, table
+from benchmarks.harness.report import group, table
 from benchmarks.harness.rows import ResultTable, Row
 
 FACTORS = 16  # patterns are mixtures of so many random numbers, and noise
@@ -95,19 +94,3 @@ def report(rows: Sequence[Row]) -> str:
         header = ["method", *(f"{float(row['share']):.0%}" for row in mine), "ms a query"]
         texts.append(f"Recall among {int(count):,} patterns by the share of values {damage}:\n\n{table(header, body)}")
     return "\n\n".join(texts)
-
-
-def draw(rows: Sequence[Row], path: Path) -> Path:
-    """Draws the recall over the time of a query: a panel for each number of patterns, a line for each method."""
-    with drawing(path, (8, 3.2)) as figure:
-        groups = group([row for row in rows if row["damage"] == "replaced"], "patterns")
-        axes = figure.subplots(1, len(groups), squeeze=False)[0]
-        for axis, ((count,), here) in zip(axes, groups.items(), strict=True):
-            for (name,), mine in group(here, "method").items():
-                times, recalls = ([float(row[key]) for row in mine] for key in ("seconds", "recall"))
-                axis.plot([1e3 * each for each in times], recalls, "o-", markersize=3, label=name)
-            axis.set(xlabel="ms a query", ylabel="recall", title=f"{int(count):,} patterns")
-            axis.set_xscale("log")
-            axis.grid()
-        axis.legend(frameon=False, fontsize=7)
-    return path

@@ -226,7 +226,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lookup-bags": lambda: by_device(
         "paper.lookup --parts bags", rows_of("lookup.csv", part="bags"), lookup_report.bag_table
     ),
-    "robust": lambda: by_device("robust", rows_of("robust.csv"), robust_report.short),
+    "robust": lambda: by_device("robust", rows_of("robust.csv"), robust_report.levels),
     "robust-missing": lambda: of_robust("missing", robust_report.missing),
     "robust-ablation": lambda: of_robust("ablation", robust_report.ablation),
     "robust-confidence": lambda: of_robust("confidence", robust_report.confidence),
@@ -237,7 +237,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "search-answers": search_answers,
     "models": lambda: part("models --parts run", rows_of("models.csv"), models_report.report, "tests"),
     "search-costs": lambda: by_device("search_costs", rows_of("search_costs.csv"), search_costs.report),
-    "tabular": lambda: part("paper.tabular", rows_of("tabular.csv", settings="all rows"), tabular_report.short),
+    "tabular": lambda: part(
+        "paper.tabular",
+        rows_of("tabular.csv", settings="all rows"),
+        lambda rows: tabular_report.report(rows, tabular_report.SHORT),
+    ),
 }
 """The tables, by the NAME of their place."""
 

@@ -9,13 +9,12 @@ Similarities and networks are learned from the stored photos with synthetic rect
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
 from typing import NamedTuple
 
 import torch
 
 from ahop_layers.memory.variants import Covered
-from benchmarks.harness.report import bold_best, group, table
+from benchmarks.harness.report import bold_best_in_columns, group, spread, table
 from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.search.data import Images
 from benchmarks.search.measure import seconds
@@ -113,13 +112,8 @@ def accuracy_table(rows: Sequence[Row]) -> str:
         for method in dict.fromkeys(method for method, _ in cells):
             found = [[float(row["accuracy"]) for row in cells.get((method, column), [])] for column in asked]
             if all(found):
-                body.append([method, *(_spread(values) for values in found)])
-        columns = [bold_best([row[place] for row in body]) for place in range(1, 1 + len(asked))]
-        marked = [[row[0], *(column[line] for column in columns)] for line, row in enumerate(body)]
+                body.append([method, *map(spread, found)])
+        marked = bold_best_in_columns(body, dict.fromkeys(range(1, 1 + len(asked)), max))
         numbers = ", ".join(map(str, stored))
         parts.append(f"Accuracy on AR, photos {numbers} stored.\n\n{table(['method', *asked], marked)}")
     return "\n\n".join(parts)
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")

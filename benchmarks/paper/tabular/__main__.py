@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness.command import add_data_dir, make_parser
+from benchmarks.harness.report import group
 from benchmarks.harness.rows import RESULTS, ResultTable
 from benchmarks.paper.tabular.data import SETS
 from benchmarks.paper.tabular.measure import run
@@ -66,7 +67,8 @@ def main() -> None:
         results = ResultTable(options.output or RESULTS / "tabular.csv", None if options.report else options.device)
         if not options.report:
             run(options, results)
-        print(report(results.rows))
+        for (settings,), rows in group(results.rows, "settings").items():
+            print(f"Test results, {settings}.\n\n{report(rows)}\n")
 
 
 if __name__ == "__main__":
