@@ -9,6 +9,7 @@ commands print all rows. A benchmark without rows is replaced by the command tha
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from benchmarks import (
 )
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
-from benchmarks.harness.rows import RESULTS, Row, read
+from benchmarks.harness.rows import RESULTS, Row, read, rows_with
 from benchmarks.paper.images import report as images_report
 from benchmarks.paper.lookup import report as lookup_report
 from benchmarks.paper.mil import report as mil_report
@@ -72,7 +73,7 @@ def retrieval_rows(table: str) -> list[Row]:
     size, linked = retrieval.Size(), table == "multimodal"
     wanted = multimodal.measurements(size) if linked else retrieval.measurements(table, size, images=True)
     devices = group(rows_of("multimodal.csv" if linked else "retrieval.csv"), "device").values()
-    found = max((retrieval.rows_of(wanted, rows) for rows in devices), key=len, default=[])
+    found = max((rows_with(map(asdict, wanted), rows) for rows in devices), key=len, default=[])
     columns = ("concepts", "system_1", "system_2") if linked else LEVELS
     cells = group(found, *columns).values()
     runs = set.intersection(*({row["run"] for row in cell} for cell in cells)) if found else set()

@@ -58,6 +58,13 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     os.replace(part, path)
 
 
+def rows_with(keys: Iterable[Mapping[str, object]], rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows with the values of ``keys``, which all have the same columns, in their order."""
+    wanted = [_as_text(key) for key in keys]
+    stored = {tuple(row[name] for name in wanted[0]): row for row in rows} if wanted else {}
+    return [stored[key] for key in (tuple(each.values()) for each in wanted) if key in stored]
+
+
 class ResultTable:
     """The rows of a CSV file. Every change is written to the file immediately.
 

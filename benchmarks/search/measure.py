@@ -9,17 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.harness.rows import ResultTable, Row
+from benchmarks.harness.rows import ResultTable
 from benchmarks.search.data import LEVELS, TRAINING_LEVELS, Split, damage, load, queries, split_halves
 from benchmarks.search.packaged import OWN, MemoryClassifier
 from benchmarks.search.rivals import RIVALS, Answer, Classifier, Training
 
 METHODS: dict[str, Training] = {**RIVALS, **OWN}
-
-
-def choose_device(name: str) -> torch.device:
-    """Returns the device of an option: "auto" means a GPU if there is one."""
-    return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu"))
 
 
 def seconds(device: torch.device) -> float:
@@ -119,14 +114,6 @@ def _shown(each: Trained, rows: Sequence[dict[str, object]]) -> str:
     figures = " ".join(f"{row['accuracy']}" for row in rows)
     name = f"{each.data}, split {each.split}, {each.kind}, {each.method}"
     return f"{name}: {figures} (fit {rows[0]['fit_s']} s, queries {asked:.3g} s)"
-
-
-def rows_of(levels_of: dict[Trained, list[float]], rows: Sequence[Row]) -> list[Row]:
-    """Returns the stored rows of these measurements, in their order."""
-    keys = [
-        {name: str(value) for name, value in each.row(level).items()} for each in levels_of for level in levels_of[each]
-    ]
-    return [row for key in keys for row in rows if key.items() <= row.items()]
 
 
 def answers(

@@ -6,22 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from ahop_layers.memory.variants import Mixed
-from benchmarks.harness.rows import ResultTable, Row
+from benchmarks.harness.rows import ResultTable
 from benchmarks.paper.networks import NETWORKS, Network
 from benchmarks.paper.retrieval import report
 from benchmarks.paper.retrieval.accuracy import bayes_accuracy, retrieval_accuracy, retrieval_error
 from benchmarks.paper.retrieval.systems import SYSTEMS, ReferenceSimilarity, mnist, synthetic
 from benchmarks.paper.training import train
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 BIAS_KNOWN = {report.LIMIT: True, report.GUESSED: False}
 """Whether a Bayes limit is that of a known bias."""
@@ -98,13 +95,6 @@ def measurements(table: str, size: Size, images: bool) -> list[Measurement]:
         trained = system in SYSTEMS and SYSTEMS[system].lr > 0
         found.append(Measurement(data, patterns, dim, *levels, system, run, *(budget if trained else Budget(0, 0))))
     return found
-
-
-def rows_of(wanted: Sequence["DataclassInstance"], rows: Sequence[Row]) -> list[Row]:
-    """Returns the stored rows of these measurements, all of one kind, in their order."""
-    keys = [{name: str(value) for name, value in asdict(each).items()} for each in wanted]
-    stored = {tuple(row[name] for name in keys[0]): row for row in rows} if keys else {}
-    return [stored[key] for key in (tuple(each.values()) for each in keys) if key in stored]
 
 
 def measure(wanted: Measurement, size: Size, patterns: Tensor) -> dict[str, float]:
