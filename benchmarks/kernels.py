@@ -39,7 +39,7 @@ from ahop_layers.ops import reference
 from ahop_layers.ops.attend import attend
 from ahop_layers.ops.gpu.layout import comparators
 from benchmarks.harness.command import make_parser
-from benchmarks.harness.memory import CLEAR, in_own_process, peak, reset_peak
+from benchmarks.harness.memory import CLEAR, in_own_process, least_seconds, peak, reset_peak
 from benchmarks.harness.rows import RESULTS, ResultTable
 from benchmarks.projects.project import NO_NORMS, STATIC
 
@@ -205,11 +205,11 @@ def call(method: Method, inputs: tuple[Tensor, ...], grad: Tensor, backward: boo
     return (scores, *torch.autograd.grad(scores, inputs, grad)) if backward else (scores,)
 
 
-def milliseconds(function: Callable[[], object], device: str) -> float:
-    """Returns the median time of several calls after a warm-up call."""
+def milliseconds(function: Callable[[], object], device: str, caller: bool = False) -> float:
+    """Returns the median time of several calls after a warm-up: of a GPU itself, or on the clock of the caller."""
 
     def once() -> float:
-        if device == "cuda":
+        if device == "cuda" and not caller:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(4_000_000)  # about 2 ms, so that the host runs ahead and only device time is measured
             start.record()
@@ -217,28 +217,11 @@ def milliseconds(function: Callable[[], object], device: str) -> float:
             end.record()
             end.synchronize()
             return float(start.elapsed_time(end))
-        begin = time.perf_counter()
-        function()
-        return 1e3 * (time.perf_counter() - begin)
+        return 1e3 * least_seconds(function, device, 1)
 
     function()
     first = once()
     return statistics.median([first, *(once() for _ in range(max(1, min(100, int(300 / first)))))])
-
-
-def caller_milliseconds(function: Callable[[], object]) -> float:
-    """Returns the median time of a call on a GPU and a synchronization, on the clock of the caller."""
-
-    def once() -> float:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        function()
-        torch.cuda.synchronize()
-        return 1e3 * (time.perf_counter() - begin)
-
-    function()
-    first = once()
-    return statistics.median([first, *(once() for _ in range(max(1, min(100, int(200 / first)))))])
 
 
 def extra_megabytes(case: Case, device: str, name: str, threads: int) -> float | None:
@@ -297,7 +280,7 @@ def measure(case: Case, device: str, threads: int, known: dict[tuple[str, bool],
             missed.append("memory")
         numbers = {
             "ours_ms": ours,
-            "caller_ms": caller_milliseconds(calls["ours"]) if device == "cuda" else None,
+            "caller_ms": milliseconds(calls["ours"], device, caller=True) if device == "cuda" else None,
             **{f"{name}/ours": ratio for name, ratio in ratios.items()},
             "ours/limit": ours / limit if limit and case.dtype == torch.float32 and not case.dot_product else None,
             "compiled/limit": times["compiled"] / limit if limit and "compiled" in times else None,
@@ -363,7 +346,7 @@ def measure_attention(names: list[str]) -> Iterator[dict[str, object]]:
             step = partial(call, ours, inputs, grad, backward)
             dot = partial(call, functional.scaled_dot_product_attention, inputs[:3], grad, backward)
             times = {method: milliseconds(each, "cuda") for method, each in (("ours", step), ("dot", dot))}
-            numbers = {"ours_ms": times["ours"], "caller_ms": caller_milliseconds(step)}
+            numbers = {"ours_ms": times["ours"], "caller_ms": milliseconds(step, "cuda", caller=True)}
             numbers["fused dot product/ours"] = times["dot"] / times["ours"]
             yield _row_without_case(name, backward, numbers)
 
@@ -376,9 +359,7 @@ def least_milliseconds(functions: dict[str, Callable[[], object]]) -> dict[str, 
     start = time.perf_counter()
     while time.perf_counter() - start < 0.05 or len(times["ours"]) < 5:
         for name, function in functions.items():
-            begin = time.perf_counter()
-            function()
-            times[name].append(1e3 * (time.perf_counter() - begin))
+            times[name].append(1e3 * least_seconds(function, "cpu", 1))
     return {name: min(each) for name, each in times.items()}
 
 

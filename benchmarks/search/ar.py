@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from ahop_layers.memory.variants import Covered
+from benchmarks.harness.memory import clock
 from benchmarks.harness.report import bold_best_in_columns, group, spread, table
 from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.search.data import Images
-from benchmarks.search.measure import seconds
 from benchmarks.search.packaged import OURS, OWN, untrained_shifted
 from benchmarks.search.rivals import RIVALS, Training
 
@@ -91,13 +91,13 @@ def measure(file: Path, device: torch.device, results: ResultTable, seeds: int, 
                 keys = [{"protocol": protocol, "method": method, "seed": seed, "column": column} for column in asked]
                 if all(results.has(key) for key in keys):
                     continue
-                start = seconds(device)
+                start = clock(device)
                 classify = METHODS[method](gallery, damage.bind(gallery.rows), seed)
-                fit = seconds(device) - start
+                fit = clock(device) - start
                 for key, numbers in zip(keys, asked.values(), strict=True):
-                    query, start = select(images, numbers), seconds(device)
+                    query, start = select(images, numbers), clock(device)
                     accuracy = (classify(query.rows).label == query.labels).double().mean().item()
-                    times = {"fit_s": f"{fit:.3g}", "query_s": f"{seconds(device) - start:.3g}"}
+                    times = {"fit_s": f"{fit:.3g}", "query_s": f"{clock(device) - start:.3g}"}
                     results.add({**key, "queries": len(query.labels), "accuracy": f"{accuracy:.4f}", **times})
                 print(f"{protocol}, {method}, seed {seed}: fit {fit:.1f} s", flush=True)
     return results.own_rows
