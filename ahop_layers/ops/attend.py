@@ -92,8 +92,7 @@ def attend(
     seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout else None
     args = query, key, value, weight, mask, seed, ",".join(names), causal, float(dropout), backend, beta, scaling
     if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in args):
-        readout: Tensor = call_operator("attend", *args)
-        return readout
+        return call_operator("attend", *args)
     return call_operator("attend_forward", *args)[0]
 
 
@@ -162,8 +161,7 @@ def softmax_scores(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[s
         return None
     query, key = (each if each.shape[0] == n else each.expand(n, -1, -1, -1) for each in (query, key))
     apply: Any = _SoftmaxScores.apply
-    weights: Tensor = apply(query, key, weight.to(dtype).expand(query.shape[1], -1, -1), tuple(bases))
-    return weights
+    return apply(query, key, weight.to(dtype).expand(query.shape[1], -1, -1), tuple(bases))
 
 
 def _near_zero(mask: Tensor, causal: bool, length: int, count: int) -> Tensor:

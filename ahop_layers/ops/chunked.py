@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers.ops.protocols import Need, allocate_grads
-from ahop_layers.ops.reference import (
-    BASES,
-    accumulation_dtype,
-    block_sums,
-    fold,
-    folded_similarity,
-    missing_similarity,
-)
+from ahop_layers.ops.reference import BASES, accumulation_dtype, block_sums, fold, folded_similarity, missing_similarity
 
 # Memory of one tile or slice: with the buffers of a sort, a call takes less than 64 MB besides its results. Slices and
 # launches on a GPU take more, because to start an operation is expensive there.

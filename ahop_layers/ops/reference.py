@@ -218,12 +218,7 @@ def adaptive_similarity(
 
 
 def known_blocks(
-    query: Tensor,
-    key: Tensor,
-    bases: Sequence[str],
-    n: int,
-    blocks: Tensor | None = None,
-    widths: Tensor | None = None,
+    query: Tensor, key: Tensor, bases: Sequence[str], n: int, blocks: Tensor | None = None, widths: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor]:
     """Similarities of blocks for each base, and which blocks are known, ``(..., L, S, n)`` each; NaN is unknown.
 

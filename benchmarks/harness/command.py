@@ -14,9 +14,7 @@ from ahop_layers import AHopError
 def make_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     """Returns the parser of ``python -m benchmarks.<module>``, whose help starts with the docstring ``doc``."""
     return argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{module}",
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=f"python -m benchmarks.{module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 

@@ -13,17 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import (
-    hflayers,
-    kernels_report,
-    models_report,
-    packed,
-    repair,
-    search_costs,
-    summary,
-    vit,
-    vit_report,
-)
+from benchmarks import hflayers, kernels_report, models_report, packed, repair, search_costs, summary, vit, vit_report
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
 from benchmarks.harness.rows import RESULTS, Row, read, rows_with

@@ -44,12 +44,7 @@ class Training:
     """A model in training: one step at a time, with its losses and times."""
 
     def __init__(
-        self,
-        project: Project,
-        layers: Any,
-        state: dict[str, Any] | None = None,
-        frozen: bool = False,
-        seed: int = 0,
+        self, project: Project, layers: Any, state: dict[str, Any] | None = None, frozen: bool = False, seed: int = 0
     ) -> None:
         torch.manual_seed(seed)
         self.project, self.model = project, project.build(layers)

@@ -187,8 +187,7 @@ class _Fixed:
 
     def _scores(self, part: Candidates) -> Tensor:
         missing = {"missing": True} if part.query.isnan().any() or self.patterns.isnan().any() else {}
-        found: Tensor = self.similarity(part.query, self.patterns, **missing)
-        return found.gather(1, part.candidates)
+        return self.similarity(part.query, self.patterns, **missing).gather(1, part.candidates)
 
     def take(self, chosen: str, number: int) -> float:
         """Gives the similarity the chosen weights, and returns the temperature of its scores."""
