@@ -85,16 +85,9 @@ class AssociativeMemory(Associator):
     _stored: Stored
 
     def __init__(
-        self,
-        patterns: Any,
-        similarity: str | Similarity = "auto",
-        *,
-        labels: Any = None,
-        ids: Any = None,
-        separation: str | Separation = "softmax",
-        beta: float | None = None,
-        check: bool = True,
-    ) -> None:
+        self, patterns: Any, similarity: str | Similarity = "auto", *, labels: Any = None, ids: Any = None,
+        separation: str | Separation = "softmax", beta: float | None = None, check: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         columns = column_names("patterns", patterns)
         rows, shape = as_patterns(patterns)

@@ -231,15 +231,9 @@ class Stored:
 
 
 def make_stored(
-    patterns: Tensor,
-    shape: tuple[int, ...],
-    labels: Any,
-    ids: Any,
-    check: bool = True,
-    names: tuple[str, ...] | None = (),
-    name: str = "patterns",
-    columns: tuple[str, ...] | None = None,
-) -> Stored:
+    patterns: Tensor, shape: tuple[int, ...], labels: Any, ids: Any, check: bool = True,
+    names: tuple[str, ...] | None = (), name: str = "patterns", columns: tuple[str, ...] | None = None,
+) -> Stored:  # fmt: skip
     """Checks ``patterns (N, d)``, which errors call ``name``, and what belongs to them; for names see as_labels."""
     codes = None
     if labels is not None:

@@ -53,20 +53,10 @@ def _batch(*tensors: Tensor) -> int:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor,
-    bases: Sequence[str],
-    mask: Tensor | None = None,
-    causal: bool = False,
-    dropout: float = 0.0,
-    backend: str = "auto",
-    *,
-    beta: Tensor | None = None,
-    scaling: float | Tensor = 1.0,
-    optional: bool = False,
-) -> Tensor | None:
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bases: Sequence[str], mask: Tensor | None = None,
+    causal: bool = False, dropout: float = 0.0, backend: str = "auto", *, beta: Tensor | None = None,
+    scaling: float | Tensor = 1.0, optional: bool = False,
+) -> Tensor | None:  # fmt: skip
     """Computes the readout of ``ahop::attend``; see :class:`~ahop_layers.ops.protocols.AttentionCall`.
 
     N may be 1 for some of query, key and value. ``weight`` may also be ``(n_bases, n)``, the same for every head, and

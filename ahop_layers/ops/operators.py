@@ -35,16 +35,9 @@ from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, ch
 
 
 def adaptive_similarity(
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: Sequence[str] = ("dis", "dot"),
-    blocks: int | Tensor | None = None,
-    *,
-    widths: Tensor | None = None,
-    missing: bool = False,
-    backend: str = "auto",
-) -> Tensor:
+    query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str] = ("dis", "dot"),
+    blocks: int | Tensor | None = None, *, widths: Tensor | None = None, missing: bool = False, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Scores every query against every key by a weighted sum of their similarity footprints.
 
     The last dimension of ``weight`` is the number n of blocks: the similarities of d dimensions are summed over n
