@@ -261,7 +261,6 @@ def measure(case: Case, device: str, threads: int, known: dict[tuple[str, bool],
     grad = torch.randn(case.n, case.heads, case.length, case.count, device=device).to(case.dtype)
     rows = []
     for backward in (False,) if case.dot_product else (False, True):
-        label = "forward + backward" if backward else "forward"
         calls = {
             name: partial(call, method, inputs, grad, backward)
             for name, method in methods(case.compiled, case.plain).items()
@@ -287,12 +286,8 @@ def measure(case: Case, device: str, threads: int, known: dict[tuple[str, bool],
             "extra_MB": extra,
             "folded/ours_memory": saved,
         }
-        rows.append({"case": case.name, "pass": label, **_shown(numbers), "below_floor": " ".join(missed)})
+        rows.append(_row(case.name, backward, numbers, " ".join(missed)))
     return rows
-
-
-def _shown(numbers: dict[str, float | None]) -> dict[str, str]:
-    return {name: "" if number is None else f"{number:.3g}" for name, number in numbers.items()}
 
 
 def measure_layer() -> Iterator[dict[str, object]]:
@@ -315,16 +310,17 @@ def measure_layer() -> Iterator[dict[str, object]]:
         times = least_milliseconds({name: partial(train, layer, backward) for name, layer in layers.items()})
         case = f"Hopfield layer, {size} x {size} static patterns, d {d}, n {n}, float32"
         ratio = times["plain layer"] / times["ours"]
-        row = _row_without_case(case, backward, {"ours_ms": times["ours"], "plain layer/ours": ratio})
-        yield row | {"below_floor": "plain layer" if backward and ratio < 1 / 4 else ""}
+        missed = "plain layer" if backward and ratio < 1 / 4 else ""
+        yield _row(case, backward, {"ours_ms": times["ours"], "plain layer/ours": ratio}, missed)
 
 
-def _row_without_case(name: str, backward: bool, numbers: dict[str, float]) -> dict[str, object]:
-    """Returns a row with these numbers, in the columns of :func:`measure`."""
-    columns = ["ours_ms", "caller_ms", *(f"{name}/ours" for name in BASELINES)]
+def _row(name: str, backward: bool, numbers: dict[str, float | None], missed: str = "") -> dict[str, object]:
+    """Returns the row of a pass, with empty cells where there is no number."""
+    columns = ["ours_ms", "caller_ms", *(f"{baseline}/ours" for baseline in BASELINES)]
     columns += ["ours/limit", "compiled/limit", "extra_MB", "folded/ours_memory"]
-    shown = _shown({column: numbers.get(column) for column in columns})
-    return {"case": name, "pass": "forward + backward" if backward else "forward", **shown, "below_floor": ""}
+    shown = {column: "" if (number := numbers.get(column)) is None else f"{number:.3g}" for column in columns}
+    label = "forward + backward" if backward else "forward"
+    return {"case": name, "pass": label, **shown, "below_floor": missed}
 
 
 def measure_attention(names: list[str]) -> Iterator[dict[str, object]]:
@@ -348,7 +344,7 @@ def measure_attention(names: list[str]) -> Iterator[dict[str, object]]:
             times = {method: milliseconds(each, "cuda") for method, each in (("ours", step), ("dot", dot))}
             numbers = {"ours_ms": times["ours"], "caller_ms": milliseconds(step, "cuda", caller=True)}
             numbers["fused dot product/ours"] = times["dot"] / times["ours"]
-            yield _row_without_case(name, backward, numbers)
+            yield _row(name, backward, numbers)
 
 
 def least_milliseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
