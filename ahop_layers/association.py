@@ -145,17 +145,10 @@ class Padded:
 
 
 def associate(
-    query: Tensor,
-    stored: Padded | Packed,
-    *,
-    score: Similarity = dot_product,
-    separation: Separation,
-    scaling: float | Tensor = 1.0,
-    dropout: float = 0.0,
-    steps: Steps = 0,
-    eps: float | Tensor = 1e-4,
+    query: Tensor, stored: Padded | Packed, *, score: Similarity = dot_product, separation: Separation,
+    scaling: float | Tensor = 1.0, dropout: float = 0.0, steps: Steps = 0, eps: float | Tensor = 1e-4,
     need_weights: bool = True,
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, Any]:  # fmt: skip
     """Associates queries with stored keys and reads the stored values.
 
     Without a request for weights, softmax is computed by one operator that keeps no tensor of size L x S: over dot
@@ -278,13 +271,9 @@ def _attend(
 
 
 def iterate(
-    state: Tensor,
-    weigh: Callable[[Tensor], Tensor],
-    next_state: Callable[[Tensor], Tensor],
-    change: Callable[[Tensor, Tensor], Tensor],
-    steps: Steps,
-    eps: float | Tensor,
-) -> Tensor:
+    state: Tensor, weigh: Callable[[Tensor], Tensor], next_state: Callable[[Tensor], Tensor],
+    change: Callable[[Tensor, Tensor], Tensor], steps: Steps, eps: float | Tensor,
+) -> Tensor:  # fmt: skip
     """Updates the states ``(N, H, L, d)`` until ``steps`` is reached or the weights converge; returns the last weights.
 
     ``weigh`` computes the weights of the states. :class:`Padded` documents ``next_state`` and ``change``,

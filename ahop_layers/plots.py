@@ -27,14 +27,9 @@ LINES: dict[str, Any] = {"dot": ("#3a93b5", "-"), "dis": ("#d67d2f", (0, (5, 1.5
 
 
 def association_map(
-    weights: Tensor,
-    image: Tensor,
-    patches: tuple[int, int] | None = None,
-    *,
-    token: int = 0,
-    vmax: float | None = None,
-    ax: "Axes | None" = None,
-) -> "Figure":
+    weights: Tensor, image: Tensor, patches: tuple[int, int] | None = None, *, token: int = 0,
+    vmax: float | None = None, ax: "Axes | None" = None,
+) -> "Figure":  # fmt: skip
     """Plots the association weights of one token over the patches of an image.
 
     Args:

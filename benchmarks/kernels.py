@@ -39,8 +39,9 @@ from ahop_layers.ops import reference
 from ahop_layers.ops.attend import attend
 from ahop_layers.ops.gpu.layout import comparators
 from benchmarks.harness.command import make_parser
-from benchmarks.harness.memory import CLEAR, in_own_process, peak, reset_peak
+from benchmarks.harness.memory import CLEAR, in_own_process, least_seconds, peak, reset_peak
 from benchmarks.harness.rows import RESULTS, ResultTable
+from benchmarks.projects.project import NO_NORMS, STATIC
 
 BASES = ("dis", "dot")
 BASELINES = ("paper", "folded", "compiled", "our float32", "our full", "one block", "plain layer", "fused dot product")
@@ -204,11 +205,11 @@ def call(method: Method, inputs: tuple[Tensor, ...], grad: Tensor, backward: boo
     return (scores, *torch.autograd.grad(scores, inputs, grad)) if backward else (scores,)
 
 
-def milliseconds(function: Callable[[], object], device: str) -> float:
-    """Returns the median time of several calls after a warm-up call."""
+def milliseconds(function: Callable[[], object], device: str, caller: bool = False) -> float:
+    """Returns the median time of several calls after a warm-up: of a GPU itself, or on the clock of the caller."""
 
     def once() -> float:
-        if device == "cuda":
+        if device == "cuda" and not caller:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(4_000_000)  # about 2 ms, so that the host runs ahead and only device time is measured
             start.record()
@@ -216,28 +217,11 @@ def milliseconds(function: Callable[[], object], device: str) -> float:
             end.record()
             end.synchronize()
             return float(start.elapsed_time(end))
-        begin = time.perf_counter()
-        function()
-        return 1e3 * (time.perf_counter() - begin)
+        return 1e3 * least_seconds(function, device, 1)
 
     function()
     first = once()
     return statistics.median([first, *(once() for _ in range(max(1, min(100, int(300 / first)))))])
-
-
-def caller_milliseconds(function: Callable[[], object]) -> float:
-    """Returns the median time of a call on a GPU and a synchronization, on the clock of the caller."""
-
-    def once() -> float:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        function()
-        torch.cuda.synchronize()
-        return 1e3 * (time.perf_counter() - begin)
-
-    function()
-    first = once()
-    return statistics.median([first, *(once() for _ in range(max(1, min(100, int(200 / first)))))])
 
 
 def extra_megabytes(case: Case, device: str, name: str, threads: int) -> float | None:
@@ -277,7 +261,6 @@ def measure(case: Case, device: str, threads: int, known: dict[tuple[str, bool],
     grad = torch.randn(case.n, case.heads, case.length, case.count, device=device).to(case.dtype)
     rows = []
     for backward in (False,) if case.dot_product else (False, True):
-        label = "forward + backward" if backward else "forward"
         calls = {
             name: partial(call, method, inputs, grad, backward)
             for name, method in methods(case.compiled, case.plain).items()
@@ -296,28 +279,21 @@ def measure(case: Case, device: str, threads: int, known: dict[tuple[str, bool],
             missed.append("memory")
         numbers = {
             "ours_ms": ours,
-            "caller_ms": caller_milliseconds(calls["ours"]) if device == "cuda" else None,
+            "caller_ms": milliseconds(calls["ours"], device, caller=True) if device == "cuda" else None,
             **{f"{name}/ours": ratio for name, ratio in ratios.items()},
             "ours/limit": ours / limit if limit and case.dtype == torch.float32 and not case.dot_product else None,
             "compiled/limit": times["compiled"] / limit if limit and "compiled" in times else None,
             "extra_MB": extra,
             "folded/ours_memory": saved,
         }
-        rows.append({"case": case.name, "pass": label, **_shown(numbers), "below_floor": " ".join(missed)})
+        rows.append(_row(case.name, backward, numbers, " ".join(missed)))
     return rows
-
-
-def _shown(numbers: dict[str, float | None]) -> dict[str, str]:
-    return {name: "" if number is None else f"{number:.3g}" for name, number in numbers.items()}
 
 
 def measure_layer() -> Iterator[dict[str, object]]:
     """Yields the rows of a Hopfield layer without projections, with 16 blocks, compared with the plain layer."""
     size, d, n = 256, 1024, 16
-    sides = ("stored_pattern", "state_pattern", "pattern_projection")
-    static = {f"{side}_as_static": True for side in sides}
-    raw = {f"normalize_{side}{affine}": False for side in sides for affine in ("", "_affine")}
-    options: dict[str, Any] = {"input_size": d, **static, **raw}
+    options: dict[str, Any] = {"input_size": d, **STATIC, **NO_NORMS}
     layers = {"ours": ah.AdaptiveHopfield(**options, blocks=n), "plain layer": Hopfield(**options)}
     patterns = torch.randn(2, 1, size, d, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -334,16 +310,17 @@ def measure_layer() -> Iterator[dict[str, object]]:
         times = least_milliseconds({name: partial(train, layer, backward) for name, layer in layers.items()})
         case = f"Hopfield layer, {size} x {size} static patterns, d {d}, n {n}, float32"
         ratio = times["plain layer"] / times["ours"]
-        row = _row_without_case(case, backward, {"ours_ms": times["ours"], "plain layer/ours": ratio})
-        yield row | {"below_floor": "plain layer" if backward and ratio < 1 / 4 else ""}
+        missed = "plain layer" if backward and ratio < 1 / 4 else ""
+        yield _row(case, backward, {"ours_ms": times["ours"], "plain layer/ours": ratio}, missed)
 
 
-def _row_without_case(name: str, backward: bool, numbers: dict[str, float]) -> dict[str, object]:
-    """Returns a row with these numbers, in the columns of :func:`measure`."""
-    columns = ["ours_ms", "caller_ms", *(f"{name}/ours" for name in BASELINES)]
+def _row(name: str, backward: bool, numbers: dict[str, float | None], missed: str = "") -> dict[str, object]:
+    """Returns the row of a pass, with empty cells where there is no number."""
+    columns = ["ours_ms", "caller_ms", *(f"{baseline}/ours" for baseline in BASELINES)]
     columns += ["ours/limit", "compiled/limit", "extra_MB", "folded/ours_memory"]
-    shown = _shown({column: numbers.get(column) for column in columns})
-    return {"case": name, "pass": "forward + backward" if backward else "forward", **shown, "below_floor": ""}
+    shown = {column: "" if (number := numbers.get(column)) is None else f"{number:.3g}" for column in columns}
+    label = "forward + backward" if backward else "forward"
+    return {"case": name, "pass": label, **shown, "below_floor": missed}
 
 
 def measure_attention(names: list[str]) -> Iterator[dict[str, object]]:
@@ -365,9 +342,9 @@ def measure_attention(names: list[str]) -> Iterator[dict[str, object]]:
             step = partial(call, ours, inputs, grad, backward)
             dot = partial(call, functional.scaled_dot_product_attention, inputs[:3], grad, backward)
             times = {method: milliseconds(each, "cuda") for method, each in (("ours", step), ("dot", dot))}
-            numbers = {"ours_ms": times["ours"], "caller_ms": caller_milliseconds(step)}
+            numbers = {"ours_ms": times["ours"], "caller_ms": milliseconds(step, "cuda", caller=True)}
             numbers["fused dot product/ours"] = times["dot"] / times["ours"]
-            yield _row_without_case(name, backward, numbers)
+            yield _row(name, backward, numbers)
 
 
 def least_milliseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -378,9 +355,7 @@ def least_milliseconds(functions: dict[str, Callable[[], object]]) -> dict[str, 
     start = time.perf_counter()
     while time.perf_counter() - start < 0.05 or len(times["ours"]) < 5:
         for name, function in functions.items():
-            begin = time.perf_counter()
-            function()
-            times[name].append(1e3 * (time.perf_counter() - begin))
+            times[name].append(1e3 * least_seconds(function, "cpu", 1))
     return {name: min(each) for name, each in times.items()}
 
 

@@ -14,7 +14,7 @@ of recall over time. Needs FAISS.
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ import torch
 import ahop_layers as ah
 from benchmarks import search_recall
 from benchmarks.harness.command import make_parser
-from benchmarks.harness.memory import peak, reset_peak
+from benchmarks.harness.memory import least_seconds, peak, reset_peak
 from benchmarks.harness.report import group, number, picture_for, table
 from benchmarks.harness.rows import RESULTS, ResultTable, Row
 
@@ -41,18 +41,6 @@ def make_patterns(count: int, dim: int, device: str) -> torch.Tensor:
         torch.randn(*size, generator=generator, device=device) for size in ((count, dim // 4), (dim // 4, dim))
     )
     return torch.randn(count, dim, generator=generator, device=device).addmm_(hidden, mixed, beta=0.5)
-
-
-def seconds_of(call: Callable[[], object], device: str, repeats: int) -> float:
-    """Returns the shortest time of several calls."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def measure(options: argparse.Namespace, results: ResultTable) -> None:
@@ -86,7 +74,7 @@ def measure(options: argparse.Namespace, results: ResultTable) -> None:
                 before = reset_peak(options.device)
                 search()
                 most = max(0, peak(options.device) - before)
-                seconds = seconds_of(search, options.device, options.repeats) / queries
+                seconds = least_seconds(search, options.device, options.repeats) / queries
                 key = dict(zip(KEY, (name, count, options.dim, queries, options.k), strict=True))
                 figures = {"seconds": f"{seconds:.4g}", "bytes": most, "recall": f"{recall:.4g}"}
                 results.replace([key | figures], *KEY)

@@ -77,12 +77,7 @@ MODELS = {
     "base": Model("vit_base_patch16_224", 224, 128),
     "small-384": Model("vit_small_patch16_384", 384, 64),
 }
-COMPILED = {
-    "tiny": ("4 blocks",),
-    "small": ("4 blocks", "8 blocks"),
-    "base": ("4 blocks",),
-    "small-384": ("4 blocks",),
-}
+COMPILED = {"tiny": ("4 blocks",), "small": ("4 blocks", "8 blocks"), "base": ("4 blocks",), "small-384": ("4 blocks",)}
 """The attentions that the part ``compiled`` measures by default, by model."""
 LAYER_PARTS = {"attention": measure_attention, "memory": measure_memory, "compile-time": measure_compile_time}
 PARTS = ("eager", "compiled", *LAYER_PARTS)

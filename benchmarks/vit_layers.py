@@ -9,7 +9,6 @@ import math
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import ahop_layers as ah
-from benchmarks.harness.memory import in_own_process, peak, reset_peak
+from benchmarks.harness.memory import clock, in_own_process, peak, reset_peak
 
 ATTENTIONS: dict[str, dict[str, Any] | None] = {
     "dot": None,
@@ -81,12 +80,10 @@ def seconds_per_step(steps: dict[str, Callable[[], None]], device: str, turns: i
     """Returns the median seconds of each step over several turns, each of at least two steps and ``least`` seconds."""
 
     def take(step: Callable[[], None], count: int) -> float:
-        begin = time.perf_counter()
+        begin = clock(device)
         for _ in range(count):
             step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - begin) / count
+        return (clock(device) - begin) / count
 
     counts = {}
     for name, step in steps.items():
@@ -192,11 +189,9 @@ def compile_seconds(attention: str, device: str, lengths: Sequence[int]) -> list
             forward_and_backward(make_layer("dot", device), x)  # initializes the device and its libraries
         layer = make_layer(attention, device)
         for x in inputs:
-            before, begin = len(list(Path(cache).iterdir())), time.perf_counter()
+            before, begin = len(list(Path(cache).iterdir())), clock(device)
             forward_and_backward(layer, x)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            found.append((time.perf_counter() - begin, len(list(Path(cache).iterdir())) - before))
+            found.append((clock(device) - begin, len(list(Path(cache).iterdir())) - before))
         return found
 
 

@@ -101,16 +101,3 @@ def of_memory(rows: Sequence[Row]) -> str:
     names = [f"{re.sub('^.*, ', '', each)}, MB" for each in lengths]
     best = dict.fromkeys(range(1, 1 + len(lengths)), min)
     return _table(["attention", *names, "largest / smallest"], bold_best_in_columns(body, best))
-
-
-def of_compile_time(rows: Sequence[Row]) -> str:
-    """Seconds of the first call and of the first call with another length, and the kernels compiled by each."""
-    body, labels = [], list(dict.fromkeys(row["pass"] for row in rows))
-    for (attention,), mine in group(rows, "attention").items():
-        cells = {row["pass"]: row for row in mine}
-        figures = [
-            value for label in labels for value in (f"{float(cells[label]['seconds']):.2f}", cells[label]["kernels"])
-        ]
-        body.append([attention, *figures])
-    header = [f"{label}, {unit}" for label in labels for unit in ("s", "new files in the caches of kernels")]
-    return table(["attention", *header], body)

@@ -31,10 +31,7 @@ QUOTED = {
         "\n| [small ViT]": "images-damaged",
     },
     "docs/index.md": {"![Six faces": "search"},
-    "docs/benchmarks-search.md": {
-        "## Real images": "search",
-        "## Disguised faces": "ar",
-    },
+    "docs/benchmarks-search.md": {"## Real images": "search", "## Disguised faces": "ar"},
     "docs/when-does-it-help.md": {
         "## Where it helps": "retrieval mixtures ablations robust-ablation",
         "### Bags": "bags bags-damaged",

@@ -79,7 +79,7 @@ def test_values_that_no_dtype_holds_are_refused():
         ],
         "patterns must be in torch.float32, and their squares in torch.float32, got": [wide.float],
         "patterns must be in torch.float64, and their squares in torch.float64, got": [
-            lambda: AssociativeMemory(large * large),
+            lambda: AssociativeMemory(large * large)
         ],
     }
     for message, each in calls.items():

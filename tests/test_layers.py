@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 from test_hopfield import WITHOUT_PARAMETERS
 from torch import nn
 
-from ahop_layers import (
-    AdaptiveSimilarity,
-    adapt_,
-    hflayers_state_dict,
-    hopfield,
-    similarity_parameters,
-)
+from ahop_layers import AdaptiveSimilarity, adapt_, hflayers_state_dict, hopfield, similarity_parameters
 from ahop_layers.hopfield import AdaptiveHopfield, AdaptiveHopfieldLayer, AdaptiveHopfieldPooling
 from ahop_layers.similarity.options import SimilarityOptions
 from tests.samples import Scaled, refuses

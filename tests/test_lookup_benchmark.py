@@ -11,6 +11,7 @@ from benchmarks.harness.rows import read
 from benchmarks.paper.lookup import __main__ as command
 from benchmarks.paper.lookup import measure, networks
 from benchmarks.paper.lookup.layer import Lookup
+from benchmarks.search import data
 
 pytestmark = pytest.mark.slow
 
@@ -21,12 +22,11 @@ def home(tmp_path_factory):
     folder, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     (folder / "faces").mkdir()
     images = random.integers(0, 256, (24, 8, 8), dtype=np.uint8)
-    np.savez(folder / measure.FACES, images=images, labels=np.arange(24) % 3)
+    np.savez(folder / data.FACES, images=images, labels=np.arange(24) % 3)
     (folder / "mnist").mkdir()
-    (folder / measure.DIGITS[0]).write_bytes(gzip.compress(bytes(16) + random.bytes(12_000 * 784), 1))
-    (folder / measure.DIGITS[1]).write_bytes(
-        gzip.compress(bytes(8) + bytes(number % 10 for number in range(12_000)), 1)
-    )
+    pixels, classes = data.files("digits", folder)
+    pixels.write_bytes(gzip.compress(bytes(16) + random.bytes(12_000 * 784), 1))
+    classes.write_bytes(gzip.compress(bytes(8) + bytes(number % 10 for number in range(12_000)), 1))
     return folder
 
 

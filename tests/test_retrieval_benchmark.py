@@ -16,10 +16,7 @@ from benchmarks.paper.retrieval import accuracy
 from benchmarks.paper.retrieval import measure as retrieval
 from benchmarks.paper.retrieval.accuracy import most_likely
 from benchmarks.paper.retrieval.measure import QUICK
-from benchmarks.paper.retrieval.systems import (
-    ReferenceSimilarity,
-    synthetic,
-)
+from benchmarks.paper.retrieval.systems import ReferenceSimilarity, synthetic
 from benchmarks.paper.training import train
 
 pytestmark = pytest.mark.slow

@@ -24,9 +24,9 @@ def tiny(name, folder, generator):
 
 
 @pytest.mark.parametrize(("table", "data", "line"), [
-    ("levels", "faces16", "person: accuracy by the level of damage, 1 split; fitted in "),
+    ("levels", "faces16", "Accuracy, 1 split. A fit over all levels takes "),
     ("missing", "digits", "The smallest lead of *fitted* is "),
-    ("scale", "digits", "| 1000 |"),
+    ("scale", "digits", "| fitted | 1000.0 |"),
     pytest.param("pairs", "faces16", "| none: the damage itself", marks=pytest.mark.full),
     pytest.param("ablation", "digits", "| L1 of a share of the ranks", marks=pytest.mark.full),
 ])  # fmt: skip

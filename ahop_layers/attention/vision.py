@@ -50,14 +50,9 @@ class CLIPAttention(Adaptive):
         return getattr(self, self.heads), getattr(self, self.width)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        causal_attention_mask: Tensor | None = None,
-        output_attentions: bool | None = False,
-        is_causal: bool = False,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, causal_attention_mask: Tensor | None = None,
+        output_attentions: bool | None = False, is_causal: bool = False, **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Computes self-attention within ``hidden_states (N, L, hidden)``; returns it with weights ``(N, H, L, L)``.
 
         The weights are None unless an argument, the configuration or a hook asks for them; the eager attention of

@@ -51,18 +51,11 @@ class AdaptiveLayer(Restored, HopfieldInterface):
     """The constructor of the adaptive layers: positional arguments and other keywords go to the plain layer."""
 
     def __init__(
-        self,
-        *args: Any,
-        bases: Sequence[str] | None = None,
-        init: Init | None = None,
-        debias: bool = False,
-        separation: str | Separation = "softmax",
-        similarity: SimilaritySource | None = None,
-        blocks: BlocksArgument = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, *args: Any, bases: Sequence[str] | None = None, init: Init | None = None, debias: bool = False,
+        separation: str | Separation = "softmax", similarity: SimilaritySource | None = None,
+        blocks: BlocksArgument = "auto", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         **keywords: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(*args, **keywords)
         hopfield: Any = self._inner
         options = SimilarityOptions(bases, init, debias, separation, similarity, blocks)

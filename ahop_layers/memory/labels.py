@@ -24,13 +24,9 @@ Ids = tuple[str | int, ...]
 
 
 def as_labels(
-    labels: Any,
-    count: int,
-    device: torch.device | None = None,
-    name: str = "labels",
-    each: str = "pattern",
+    labels: Any, count: int, device: torch.device | None = None, name: str = "labels", each: str = "pattern",
     names: tuple[str, ...] | None = (),
-) -> tuple[Tensor, tuple[str, ...] | None]:
+) -> tuple[Tensor, tuple[str, ...] | None]:  # fmt: skip
     """Returns a copy of ``labels (count,)`` as int64 on ``device``, and the names of the classes, if they have any.
 
     Errors call the labels ``name``, and what each of them belongs to ``each``. If they are strings, a label is an index

@@ -12,15 +12,7 @@ from torch import Tensor
 
 from ahop_layers import files
 from ahop_layers.association import change, iterate
-from ahop_layers.errors import (
-    AHopError,
-    check_callable,
-    check_choice,
-    check_numbers,
-    check_seed,
-    check_sizes,
-    describe,
-)
+from ahop_layers.errors import AHopError, check_callable, check_choice, check_numbers, check_seed, check_sizes, describe
 from ahop_layers.memory import storage
 from ahop_layers.memory.arrays import Array, as_given, as_indices, column_names, from_numpy
 from ahop_layers.memory.confidence import CALIBRATED, Asked, Calibration, Hits
@@ -93,16 +85,9 @@ class AssociativeMemory(Associator):
     _stored: Stored
 
     def __init__(
-        self,
-        patterns: Any,
-        similarity: str | Similarity = "auto",
-        *,
-        labels: Any = None,
-        ids: Any = None,
-        separation: str | Separation = "softmax",
-        beta: float | None = None,
-        check: bool = True,
-    ) -> None:
+        self, patterns: Any, similarity: str | Similarity = "auto", *, labels: Any = None, ids: Any = None,
+        separation: str | Separation = "softmax", beta: float | None = None, check: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         columns = column_names("patterns", patterns)
         rows, shape = as_patterns(patterns)
@@ -202,8 +187,7 @@ class AssociativeMemory(Associator):
         >>> AssociativeMemory(torch.eye(3), "dot").recall(torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]]))
         tensor([2, 0])
         """
-        indices: Array = self.search(x, shortlist=shortlist).indices
-        return indices[..., 0]
+        return self.search(x, shortlist=shortlist).indices[..., 0]
 
     @torch.no_grad()
     def search(self, x: Any, k: int = 1, shortlist: int | str | None = None) -> Hits:
@@ -362,8 +346,7 @@ class AssociativeMemory(Associator):
         >>> AssociativeMemory(torch.eye(4) * 10, "dot").retrieve(torch.tensor([0.9, 0.2, 0.0, 0.1])).round()
         tensor([10.,  0.,  0.,  0.])
         """
-        output: Array = self(x, steps)
-        return output
+        return self(x, steps)
 
     def forward(self, x: Array, steps: int = 1) -> Array:
         """As :meth:`retrieve`, with gradients."""
@@ -384,8 +367,7 @@ class AssociativeMemory(Associator):
         def attend(state: Tensor) -> Tensor:
             scores = scorer.scores(state.flatten(0, -2)).reshape(*state.shape[:-1], stored.count)
             logits = self.beta * scores.to(accumulation_dtype(scores.dtype))  # the product can exceed float16
-            weights: Tensor = self.separation(logits, masked=False)
-            return weights
+            return self.separation(logits, masked=False)
 
         def read(weights: Tensor) -> Tensor:
             weights = weights.to(stored.dtype)

@@ -169,8 +169,7 @@ class Scorer(NamedTuple):
 
         if hasattr(self.similarity, "overview"):
             raise AHopError("shortlist must be None for images, got one: codes of pixels do not follow their score")
-        found: Codes = stored.keep("codes", lambda: make_codes(stored, score, bits))
-        return found
+        return stored.keep("codes", lambda: make_codes(stored, score, bits))
 
     def logsumexp(self, asked: Queries, factor: float | Tensor, by_class: bool) -> Tensor:
         """Returns the log-sum-exp of ``factor`` times the scores: of each class ``(L, C)``, or of all ``(L, 1)``.

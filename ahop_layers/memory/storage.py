@@ -92,8 +92,7 @@ class Stored:
             low, high = known_range(patterns) if patterns.is_floating_point() else patterns.aminmax(dim=0)
             return low.to(wide), high.to(wide)
 
-        found: tuple[Tensor, Tensor] = self.keep("limits", find)
-        return found
+        return self.keep("limits", find)
 
     def given_classes(self) -> Classes:
         """Returns the classes, or raises if there are none."""
@@ -114,8 +113,7 @@ class Stored:
         ids = self.ids
         if ids is None:
             raise AHopError("the memory must have ids, got none: use AssociativeMemory(patterns, ids=...)")
-        places: dict[str | int, int] = self.keep("places", lambda: {id: at for at, id in enumerate(ids)})
-        return places
+        return self.keep("places", lambda: {id: at for at, id in enumerate(ids)})
 
     def places(self, ids: Any) -> Tensor:
         """Returns the index of each of the ``ids``, or raises."""
@@ -233,15 +231,9 @@ class Stored:
 
 
 def make_stored(
-    patterns: Tensor,
-    shape: tuple[int, ...],
-    labels: Any,
-    ids: Any,
-    check: bool = True,
-    names: tuple[str, ...] | None = (),
-    name: str = "patterns",
-    columns: tuple[str, ...] | None = None,
-) -> Stored:
+    patterns: Tensor, shape: tuple[int, ...], labels: Any, ids: Any, check: bool = True,
+    names: tuple[str, ...] | None = (), name: str = "patterns", columns: tuple[str, ...] | None = None,
+) -> Stored:  # fmt: skip
     """Checks ``patterns (N, d)``, which errors call ``name``, and what belongs to them; for names see as_labels."""
     codes = None
     if labels is not None:

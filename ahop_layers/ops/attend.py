@@ -53,20 +53,10 @@ def _batch(*tensors: Tensor) -> int:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor,
-    bases: Sequence[str],
-    mask: Tensor | None = None,
-    causal: bool = False,
-    dropout: float = 0.0,
-    backend: str = "auto",
-    *,
-    beta: Tensor | None = None,
-    scaling: float | Tensor = 1.0,
-    optional: bool = False,
-) -> Tensor | None:
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bases: Sequence[str], mask: Tensor | None = None,
+    causal: bool = False, dropout: float = 0.0, backend: str = "auto", *, beta: Tensor | None = None,
+    scaling: float | Tensor = 1.0, optional: bool = False,
+) -> Tensor | None:  # fmt: skip
     """Computes the readout of ``ahop::attend``; see :class:`~ahop_layers.ops.protocols.AttentionCall`.
 
     N may be 1 for some of query, key and value. ``weight`` may also be ``(n_bases, n)``, the same for every head, and
@@ -92,8 +82,7 @@ def attend(
     seed = torch.randint(2**63 - 1, (1,), device=query.device) if dropout else None
     args = query, key, value, weight, mask, seed, ",".join(names), causal, float(dropout), backend, beta, scaling
     if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in args):
-        readout: Tensor = call_operator("attend", *args)
-        return readout
+        return call_operator("attend", *args)
     return call_operator("attend_forward", *args)[0]
 
 
@@ -162,8 +151,7 @@ def softmax_scores(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[s
         return None
     query, key = (each if each.shape[0] == n else each.expand(n, -1, -1, -1) for each in (query, key))
     apply: Any = _SoftmaxScores.apply
-    weights: Tensor = apply(query, key, weight.to(dtype).expand(query.shape[1], -1, -1), tuple(bases))
-    return weights
+    return apply(query, key, weight.to(dtype).expand(query.shape[1], -1, -1), tuple(bases))
 
 
 def _near_zero(mask: Tensor, causal: bool, length: int, count: int) -> Tensor:

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers.ops.protocols import Need, allocate_grads
-from ahop_layers.ops.reference import (
-    BASES,
-    accumulation_dtype,
-    block_sums,
-    fold,
-    folded_similarity,
-    missing_similarity,
-)
+from ahop_layers.ops.reference import BASES, accumulation_dtype, block_sums, fold, folded_similarity, missing_similarity
 
 # Memory of one tile or slice: with the buffers of a sort, a call takes less than 64 MB besides its results. Slices and
 # launches on a GPU take more, because to start an operation is expensive there.
@@ -45,15 +38,9 @@ def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = Fal
 
 
 def score(
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: Sequence[str],
-    dtype: torch.dtype | None = None,
-    widths: Tensor | None = None,
-    missing: bool = False,
-    blocks: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], dtype: torch.dtype | None = None,
+    widths: Tensor | None = None, missing: bool = False, blocks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Computes ``(N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)``.
 
     The scores have ``dtype``: the dtype of the query or, by default, at least float32. If ``missing``, NaN is an
@@ -75,14 +62,9 @@ def score(
 
 
 def score_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: Sequence[str],
-    need: Need,
+    grad: Tensor, query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], need: Need,
     widths: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors.
 
     The slope of a score with respect to the similarity of a dimension is the weight at the rank of its block. At a tie

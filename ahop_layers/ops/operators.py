@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +35,9 @@ from ahop_layers.ops.reference import BASES, accumulation_dtype, check_bases, ch
 
 
 def adaptive_similarity(
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: Sequence[str] = ("dis", "dot"),
-    blocks: int | Tensor | None = None,
-    *,
-    widths: Tensor | None = None,
-    missing: bool = False,
-    backend: str = "auto",
-) -> Tensor:
+    query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str] = ("dis", "dot"),
+    blocks: int | Tensor | None = None, *, widths: Tensor | None = None, missing: bool = False, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Scores every query against every key by a weighted sum of their similarity footprints.
 
     The last dimension of ``weight`` is the number n of blocks: the similarities of d dimensions are summed over n
@@ -222,8 +215,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str, *args: Any) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = call_operator(name, *args)
-        return results
+        return call_operator(name, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
@@ -309,39 +301,22 @@ def register_composite(
     _OPERATORS[name] = (plain or function).apply, getattr(torch.ops.ahop, name).default
 
 
-class _ScoreCall(NamedTuple):
-    """The inputs of ``ahop::score``, in the order of its schema; ``wide`` asks for scores of at least float32.
+def _score_forward(query: Tensor, key: Tensor, weight: Tensor, *options: Any) -> Tensor:
+    """Computes (N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S), if ``wide`` in at least float32.
 
     Kernels compute addresses from shapes and dtypes: :func:`adaptive_similarity` checks these.
     """
-
-    query: Tensor
-    key: Tensor
-    weight: Tensor
-    bases: str
-    backend: str
-    wide: bool = True
-    widths: Tensor | None = None
-    missing: bool = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return accumulation_dtype(self.query.dtype) if self.wide else self.query.dtype
+    bases, backend, wide, widths, missing = options
+    names, dtype = kernel_bases(bases), accumulation_dtype(query.dtype) if wide else query.dtype
+    kernel = choose_kernel(backend, query, names, weight.shape[-1], missing)
+    if weight.requires_grad and hasattr(kernel, "compile_ahead"):
+        kernel.compile_ahead(query, weight, names, dtype)
+    return kernel.score(query, key, weight, names, dtype, widths, missing)
 
 
-def _score_forward(*args: Any) -> Tensor:
-    """Computes (N, H, L, d), (N, H, S, d), (H, n_bases, n) -> (N, H, L, S)."""
-    call = _ScoreCall(*args)
-    names = kernel_bases(call.bases)
-    kernel = choose_kernel(call.backend, call.query, names, call.weight.shape[-1], call.missing)
-    if call.weight.requires_grad and hasattr(kernel, "compile_ahead"):
-        kernel.compile_ahead(call.query, call.weight, names, call.dtype)
-    return kernel.score(call.query, call.key, call.weight, names, call.dtype, call.widths, call.missing)
-
-
-def _fake_score_forward(*args: Any) -> Tensor:
-    call = _ScoreCall(*args)
-    return call.query.new_empty(*call.query.shape[:-1], call.key.shape[-2], dtype=call.dtype)
+def _fake_score_forward(query: Tensor, key: Tensor, weight: Tensor, *options: Any) -> Tensor:
+    dtype = accumulation_dtype(query.dtype) if options[2] else query.dtype
+    return query.new_empty(*query.shape[:-1], key.shape[-2], dtype=dtype)
 
 
 def _score_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -360,13 +335,12 @@ def _fake_score_backward(*args: Any) -> tuple[Tensor, ...]:
 class _Score(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        call = _ScoreCall(*args)
-        if call.missing:
+        *tensors, bases, backend, _, widths, missing = args
+        if missing:
             raise AHopError("the gradient of scores with missing values takes the reference path")
-        ctx.save_for_backward(*call[:3], call.widths)
-        ctx.options = call.bases, call.backend
-        scores: Tensor = call_operator("score_forward", *args)
-        return scores
+        ctx.save_for_backward(*tensors, widths)
+        ctx.options = bases, backend
+        return call_operator("score_forward", *args)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

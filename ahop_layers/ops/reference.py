@@ -137,13 +137,9 @@ def pair_values(query: Tensor, key: Tensor, base: str, width: Tensor | None = No
 
 
 def sorted_similarities(
-    query: Tensor,
-    key: Tensor,
-    base: str,
-    n: int | None = None,
-    blocks: Tensor | None = None,
+    query: Tensor, key: Tensor, base: str, n: int | None = None, blocks: Tensor | None = None,
     width: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Similarities per block of every pair in descending order: ``(..., L, d), (..., S, d) -> (..., L, S, n)``.
 
     ``n`` is the number of blocks, by default d, and ``blocks`` as in :func:`block_sums`. ``width`` belongs to a base
@@ -196,13 +192,9 @@ def check_blocks(blocks: int | Tensor | None, query: Tensor) -> tuple[int, Tenso
 
 
 def adaptive_similarity(
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    bases: Sequence[str],
-    blocks: Tensor | None = None,
+    query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str], blocks: Tensor | None = None,
     widths: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Scores as the paper defines them: weighted footprints, summed over the bases, in the dtype of the inputs.
 
     ``(..., L, d), (..., S, d), (n_bases, n) -> (..., L, S)``; with weights per head
@@ -218,12 +210,7 @@ def adaptive_similarity(
 
 
 def known_blocks(
-    query: Tensor,
-    key: Tensor,
-    bases: Sequence[str],
-    n: int,
-    blocks: Tensor | None = None,
-    widths: Tensor | None = None,
+    query: Tensor, key: Tensor, bases: Sequence[str], n: int, blocks: Tensor | None = None, widths: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor]:
     """Similarities of blocks for each base, and which blocks are known, ``(..., L, S, n)`` each; NaN is unknown.
 
@@ -241,13 +228,9 @@ def known_blocks(
 
 
 def missing_similarity(
-    query: Tensor,
-    key: Tensor,
-    folded: Tensor,
-    bases: Sequence[str],
-    blocks: Tensor | None = None,
+    query: Tensor, key: Tensor, folded: Tensor, bases: Sequence[str], blocks: Tensor | None = None,
     widths: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Scores from folded weights, where NaN in the query or in the key is an unknown value.
 
     With ``q_1 >= ... >= q_m`` the similarities of the m :func:`known_blocks` and u the folded weight, as a function
@@ -296,14 +279,9 @@ def unfold(folded: Tensor) -> Tensor:
 
 
 def folded_similarity(
-    query: Tensor,
-    key: Tensor,
-    folded: Tensor,
-    bases: Sequence[str],
-    widths: Tensor | None = None,
-    blocks: Tensor | None = None,
-    products: Sequence[str] = ("dot",),
-) -> Tensor:
+    query: Tensor, key: Tensor, folded: Tensor, bases: Sequence[str], widths: Tensor | None = None,
+    blocks: Tensor | None = None, products: Sequence[str] = ("dot",),
+) -> Tensor:  # fmt: skip
     """The scores of :func:`adaptive_similarity` from folded weights, without the cumulative sum.
 
     Consecutive blocks of the bases ``products``, ``"dot"`` or ``"dis"``, are matrix products, which need no tensor of

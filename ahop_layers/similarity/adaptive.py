@@ -118,17 +118,10 @@ class AdaptiveSimilarity(Restored):
     _gather: Tensor | None
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int | None = None,
-        bases: Sequence[BaseArgument] = ("dis", "dot"),
-        init: Init = "dot",
-        debias: bool = False,
-        blocks: BlocksArgument = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, dim: int, num_heads: int | None = None, bases: Sequence[BaseArgument] = ("dis", "dot"),
+        init: Init = "dot", debias: bool = False, blocks: BlocksArgument = None, *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_sizes(dim=dim)
         check_given_sizes(num_heads=num_heads)

@@ -1,6 +1,10 @@
-"""Peak memory: of PyTorch's allocator on a GPU, of the resident set of the process on a CPU (Linux only)."""
+"""Time and peak memory.
+
+Memory is that of PyTorch's allocator on a GPU, and of the resident set of the process on a CPU (Linux only).
+"""
 
 import multiprocessing
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -9,6 +13,23 @@ import torch
 
 CLEAR = Path("/proc/self/clear_refs")
 Result = TypeVar("Result")
+
+
+def clock(device: str | torch.device) -> float:
+    """Returns the time in seconds after all work on the device."""
+    if str(device).startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def least_seconds(call: Callable[[], object], device: str | torch.device, repeats: int) -> float:
+    """Returns the shortest time of several calls."""
+    times = []
+    for _ in range(repeats):
+        start = clock(device)
+        call()
+        times.append(clock(device) - start)
+    return min(times)
 
 
 def reset_peak(device: str) -> int:

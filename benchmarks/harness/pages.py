@@ -9,23 +9,14 @@ commands print all rows. A benchmark without rows is replaced by the command tha
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import (
-    hflayers,
-    kernels_report,
-    models_report,
-    packed,
-    repair,
-    search_costs,
-    summary,
-    vit,
-    vit_report,
-)
+from benchmarks import hflayers, kernels_report, models_report, packed, repair, search_costs, summary, vit, vit_report
 from benchmarks.harness.command import make_parser
 from benchmarks.harness.report import PICTURES, group
-from benchmarks.harness.rows import RESULTS, Row, read
+from benchmarks.harness.rows import RESULTS, Row, read, rows_with
 from benchmarks.paper.images import report as images_report
 from benchmarks.paper.lookup import report as lookup_report
 from benchmarks.paper.mil import report as mil_report
@@ -72,7 +63,7 @@ def retrieval_rows(table: str) -> list[Row]:
     size, linked = retrieval.Size(), table == "multimodal"
     wanted = multimodal.measurements(size) if linked else retrieval.measurements(table, size, images=True)
     devices = group(rows_of("multimodal.csv" if linked else "retrieval.csv"), "device").values()
-    found = max((retrieval.rows_of(wanted, rows) for rows in devices), key=len, default=[])
+    found = max((rows_with(map(asdict, wanted), rows) for rows in devices), key=len, default=[])
     columns = ("concepts", "system_1", "system_2") if linked else LEVELS
     cells = group(found, *columns).values()
     runs = set.intersection(*({row["run"] for row in cell} for cell in cells)) if found else set()
@@ -225,7 +216,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lookup-bags": lambda: by_device(
         "paper.lookup --parts bags", rows_of("lookup.csv", part="bags"), lookup_report.bag_table
     ),
-    "robust": lambda: by_device("robust", rows_of("robust.csv"), robust_report.short),
+    "robust": lambda: by_device("robust", rows_of("robust.csv"), robust_report.levels),
     "robust-missing": lambda: of_robust("missing", robust_report.missing),
     "robust-ablation": lambda: of_robust("ablation", robust_report.ablation),
     "robust-confidence": lambda: of_robust("confidence", robust_report.confidence),
@@ -236,7 +227,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "search-answers": search_answers,
     "models": lambda: part("models --parts run", rows_of("models.csv"), models_report.report, "tests"),
     "search-costs": lambda: by_device("search_costs", rows_of("search_costs.csv"), search_costs.report),
-    "tabular": lambda: part("paper.tabular", rows_of("tabular.csv", settings="all rows"), tabular_report.short),
+    "tabular": lambda: part(
+        "paper.tabular",
+        rows_of("tabular.csv", settings="all rows"),
+        lambda rows: tabular_report.report(rows, tabular_report.SHORT),
+    ),
 }
 """The tables, by the NAME of their place."""
 

@@ -4,9 +4,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
-from benchmarks.harness.rows import RESULTS, Row
+from benchmarks.harness.rows import ORIGIN, RESULTS, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,6 +33,18 @@ def table(header: Sequence[object], body: Iterable[Sequence[object]]) -> str:
     """Returns a Markdown table."""
     lines = (header, ["---"] * len(header), *body)
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def row_table(rows: Sequence[Row]) -> str:
+    """Returns a table of rows as they are stored, without the columns that say where they were measured."""
+    names = [name for name in rows[0] if name not in ORIGIN] if rows else []
+    return table(names, ([row[name] for name in names] for row in rows))
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Returns the mean and, of several values, the standard deviation; nothing without values."""
+    deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{deviation}" if values else ""
 
 
 def bold_best(cells: Sequence[str], best: Callable[..., float] = max) -> list[str]:

@@ -16,6 +16,9 @@ Row = dict[str, str]
 RESULTS = Path(__file__).parents[1] / "results"
 """The results of the documentation."""
 
+ORIGIN = ("device", "torch", "ahop_layers", "commit", "date")
+"""The columns that describe where and with what a row is measured."""
+
 
 def device_name(device: str) -> str:
     """Returns the name of the GPU, or the model of the CPU and the number of threads."""
@@ -27,16 +30,11 @@ def device_name(device: str) -> str:
 
 
 def origin(device: str) -> Row:
-    """Returns the columns that describe where and with what a row is measured."""
+    """Returns the columns of :data:`ORIGIN`."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False, cwd=RESULTS.parent)
-    return {
-        "device": device_name(device),
-        "torch": torch.__version__,
-        "ahop_layers": ah.__version__,
-        "commit": commit.stdout.strip(),
-        "date": date.today().isoformat(),
-    }
+    found = (device_name(device), torch.__version__, ah.__version__, commit.stdout.strip(), date.today().isoformat())
+    return dict(zip(ORIGIN, found, strict=True))
 
 
 def read(path: Path) -> list[Row]:
@@ -58,6 +56,13 @@ def write(path: Path, rows: Sequence[Row]) -> None:
         writer.writeheader()
         writer.writerows(rows)
     os.replace(part, path)
+
+
+def rows_with(keys: Iterable[Mapping[str, object]], rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows with the values of ``keys``, which all have the same columns, in their order."""
+    wanted = [_as_text(key) for key in keys]
+    stored = {tuple(row[name] for name in wanted[0]): row for row in rows} if wanted else {}
+    return [stored[key] for key in (tuple(each.values()) for each in wanted) if key in stored]
 
 
 class ResultTable:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, nn
 
-from benchmarks.harness.report import bold_best, group, table
+from benchmarks.harness.report import bold_best, group, spread, table
 from benchmarks.harness.rows import Row
 from benchmarks.projects.measure import NAMES, Training, project_named
 from benchmarks.projects.mnist_bags import digit_bag
@@ -90,7 +90,7 @@ def report(rows: Sequence[Row]) -> str:
         cells = []
         for system in SYSTEMS:
             figures = [float(row["accuracy"]) for row in mine if row["similarity"] == system]
-            cells.append(f"{mean(figures):.3f} ± {stdev(figures) if len(figures) > 1 else 0:.3f}")
+            cells.append(spread(figures))
         blocks = next(row["blocks"] for row in mine if row["blocks"])
         seeds = len({row["seed"] for row in mine})
         body.append([NAMES[name], mine[0]["steps"], seeds, *bold_best(cells), blocks])

@@ -25,8 +25,7 @@ class Basecaller(nn.Module):
 
     def forward(self, signal: Tensor) -> Tensor:
         """Returns log probabilities ``(T, N, 5)`` of a signal ``(N, 1, samples)``."""
-        logits: Tensor = self.head(self.encoder(self.stem(signal).mT))
-        return logits.log_softmax(-1).transpose(0, 1)
+        return self.head(self.encoder(self.stem(signal).mT)).log_softmax(-1).transpose(0, 1)
 
 
 def batch(generator: Generator) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from ahop_layers.hflayers.auxiliary.data import BitPatternSet
-from benchmarks.projects.project import Project
+from benchmarks.projects.project import Project, supervised
 
 
 def build(layers: Any) -> nn.Module:
@@ -22,9 +22,5 @@ def batch(generator: Generator) -> tuple[Tensor, Tensor]:
     return bags.bags.float(), bags.targets.float()
 
 
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Computes the loss of the classes."""
-    return functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1])
-
-
+loss = supervised(functional.binary_cross_entropy_with_logits)
 PROJECT = Project("`Hopfield`, one tensor is all three patterns", build, batch, loss)

@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from benchmarks.projects.project import Project
+from benchmarks.projects.project import Project, supervised
 
 
 class Slides(nn.Module):
@@ -20,8 +20,7 @@ class Slides(nn.Module):
 
     def forward(self, cells: Tensor, padding: Tensor) -> Tensor:
         """Classifies padded bags ``(N, S, 128)``; True in ``padding`` is no cell."""
-        logits: Tensor = self.head(self.pooling(self.embed(cells), stored_pattern_padding_mask=padding))
-        return logits
+        return self.head(self.pooling(self.embed(cells), stored_pattern_padding_mask=padding))
 
 
 def batch(generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,9 +31,5 @@ def batch(generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
     return cells, torch.arange(100) >= sizes[:, None], label
 
 
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Computes the loss of the classes."""
-    return functional.cross_entropy(model(*batch[:2]), batch[2])
-
-
+loss = supervised(functional.cross_entropy)
 PROJECT = Project("`HopfieldPooling` with padding masks", Slides, batch, loss)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from benchmarks.projects.project import Project
+from benchmarks.projects.project import Project, supervised
 
 
 class Denoiser(nn.Module):
@@ -19,8 +19,7 @@ class Denoiser(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Restores images ``(N, 1, 28, 28)``."""
-        restored: Tensor = self.hopfield_pool(images.view(-1, 1, 28 * 28))
-        return restored.view(-1, 1, 28, 28).sigmoid()
+        return self.hopfield_pool(images.view(-1, 1, 28 * 28)).view(-1, 1, 28, 28).sigmoid()
 
 
 def batch(generator: Generator) -> tuple[Tensor, Tensor]:
@@ -30,9 +29,5 @@ def batch(generator: Generator) -> tuple[Tensor, Tensor]:
     return (images + 0.5 * torch.randn(images.shape, generator=generator)).clamp(0, 1), images
 
 
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Computes the mean squared error."""
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
+loss = supervised(nn.functional.mse_loss)
 PROJECT = Project("`HopfieldPooling` over bags of one pattern, with update steps", Denoiser, batch, loss, blocks=2)

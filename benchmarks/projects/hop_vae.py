@@ -27,8 +27,7 @@ class Autoencoder(nn.Module):
         """Reconstructs images ``(N, 3, 32, 32)``."""
         encoded = self.encoder(images)
         retrieved = self.hopfield(encoded.flatten(2).mT)
-        restored: Tensor = self.decoder(retrieved.mT.unflatten(2, encoded.shape[2:]))
-        return restored
+        return self.decoder(retrieved.mT.unflatten(2, encoded.shape[2:]))
 
 
 def batch(generator: Generator) -> Tensor:

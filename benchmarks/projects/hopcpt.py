@@ -31,8 +31,7 @@ class Errors(nn.Module):
         weights = self.hopfield.get_association_matrix(triple, association_mask=mask)
         if weights.shape != (len(context), 1, context.shape[1], context.shape[1]):
             raise ValueError(f"expected one weight for each pair of steps, got {tuple(weights.shape)}")
-        predicted: Tensor = self.hopfield(triple, association_mask=mask)
-        return predicted
+        return self.hopfield(triple, association_mask=mask)
 
 
 def batch(generator: Generator) -> tuple[Tensor, Tensor]:

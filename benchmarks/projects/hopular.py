@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from benchmarks.projects.project import Project
+from benchmarks.projects.project import NO_NORMS, Project, supervised
 
 FEATURES, SIZE, SAMPLES = 8, 16, 64
 
@@ -16,11 +16,9 @@ class Lookup(nn.Module):
 
     def __init__(self, layers: Any, size: int, hidden: int, heads: int) -> None:
         super().__init__()
-        norms = {f"normalize_{name}_pattern{part}": False for name in ("state", "stored") for part in ("", "_affine")}
-        norms |= {f"normalize_pattern_projection{part}": False for part in ("", "_affine")}
         self.hopfield = layers.Hopfield(
             input_size=size, hidden_size=hidden, pattern_size=hidden, output_size=size, num_heads=heads,
-            scaling=10.0 / hidden**0.5, normalize_state_pattern_eps=1e-12, dropout=0.1, **norms,
+            scaling=10.0 / hidden**0.5, normalize_state_pattern_eps=1e-12, dropout=0.1, **NO_NORMS,
         )  # fmt: skip
         core = self.hopfield.association_core
         weights = [core.q_proj_weight, core.k_proj_weight, core.v_proj_weight]
@@ -51,8 +49,7 @@ class Block(nn.Module):
         each = self.feature_norm(related.reshape(rows.shape[1], FEATURES, SIZE))
         stored = self.feature_norm(rows.reshape(rows.shape[1], FEATURES, SIZE))
         refined = self.features(each, stored, torch.eye(FEATURES, dtype=torch.bool))
-        logits: Tensor = self.output(refined.reshape(rows.shape[1], -1))
-        return logits
+        return self.output(refined.reshape(rows.shape[1], -1))
 
 
 def batch(generator: Generator) -> tuple[Tensor, Tensor]:
@@ -61,9 +58,5 @@ def batch(generator: Generator) -> tuple[Tensor, Tensor]:
     return rows, (rows[0, :, 0] > 0).long()
 
 
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Computes the loss of the classes."""
-    return functional.cross_entropy(model(batch[0]), batch[1])
-
-
+loss = supervised(functional.cross_entropy)
 PROJECT = Project("`Hopfield` with association masks and own initialization", Block, batch, loss)

@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from benchmarks.projects.project import Project
+from benchmarks.projects.project import Project, supervised
 
 WIDTH = 64
 
@@ -28,8 +28,7 @@ class Context(nn.Module):
         states, stored = embedding.unsqueeze(0), memory.unsqueeze(0)
         enriched = self.hopfield((stored, states, stored))
         enriched += states
-        logits: Tensor = self.head(enriched.squeeze(0)).squeeze(-1)
-        return logits
+        return self.head(enriched.squeeze(0)).squeeze(-1)
 
 
 def batch(generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,9 +37,5 @@ def batch(generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
     return x, torch.randn(100, WIDTH, generator=generator), (x[:, 0] > 0).float()
 
 
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Computes the loss of the labels."""
-    return functional.binary_cross_entropy_with_logits(model(*batch[:2]), batch[2])
-
-
+loss = supervised(functional.binary_cross_entropy_with_logits)
 PROJECT = Project("`Hopfield` with a memory, the residual added in place", Context, batch, loss)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from benchmarks.projects.project import Project
+from benchmarks.projects.project import Project, supervised
 
 WIDTH, POOL, PATTERN = 32, 20, 24
 
@@ -38,8 +38,7 @@ class Prompts(nn.Module):
         weights, patterns = weights.reshape(len(x), POOL), patterns.reshape(len(x), POOL, PATTERN)
         best = weights.topk(3, dim=1)
         chosen = patterns[torch.arange(len(x))[:, None], best.indices]
-        logits: Tensor = self.head((best.values[..., None] * chosen).sum(1))
-        return logits
+        return self.head((best.values[..., None] * chosen).sum(1))
 
 
 def batch(generator: Generator) -> tuple[Tensor, Tensor]:
@@ -50,9 +49,5 @@ def batch(generator: Generator) -> tuple[Tensor, Tensor]:
     return x, label
 
 
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Computes the loss of the classes."""
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
+loss = supervised(nn.functional.cross_entropy)
 PROJECT = Project("subclass of `HopfieldLayer` that calls `_associate`", Prompts, batch, loss)

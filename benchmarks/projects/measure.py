@@ -37,20 +37,14 @@ PROJECTS = tuple(NAMES)
 
 def project_named(name: str) -> Project:
     """Returns a project by the name of its module."""
-    project: Project = import_module(f"benchmarks.projects.{name}").PROJECT
-    return project
+    return import_module(f"benchmarks.projects.{name}").PROJECT
 
 
 class Training:
     """A model in training: one step at a time, with its losses and times."""
 
     def __init__(
-        self,
-        project: Project,
-        layers: Any,
-        state: dict[str, Any] | None = None,
-        frozen: bool = False,
-        seed: int = 0,
+        self, project: Project, layers: Any, state: dict[str, Any] | None = None, frozen: bool = False, seed: int = 0
     ) -> None:
         torch.manual_seed(seed)
         self.project, self.model = project, project.build(layers)

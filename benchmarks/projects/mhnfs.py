@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from benchmarks.projects.project import Project
+from benchmarks.projects.project import Project, supervised
 
 WIDTH, REFERENCE = 128, 256
 
@@ -38,18 +38,14 @@ class Context(nn.Module):
         return 4 * (scores[:, 0, :4].mean(1) - scores[:, 0, 4:].mean(1))
 
 
-def batch(generator: Generator) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def batch(generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Draws tasks of a query, 4 active and 4 inactive molecules, and a reference set."""
     label = torch.randint(2, (8,), generator=generator)
     molecules = torch.randn(8, 9, 32, generator=generator)
     molecules[:, 1:5, 0] += 2
     molecules[:, 0, 0] += 2.0 * label
-    return (molecules, torch.randn(1, REFERENCE, 32, generator=generator)), label.float()
+    return molecules, torch.randn(1, REFERENCE, 32, generator=generator), label.float()
 
 
-def loss(model: nn.Module, batch: tuple[tuple[Tensor, Tensor], Tensor]) -> Tensor:
-    """Computes the loss of the queries."""
-    return functional.binary_cross_entropy_with_logits(model(*batch[0]), batch[1])
-
-
+loss = supervised(functional.binary_cross_entropy_with_logits)
 PROJECT = Project("`Hopfield` with a reference set, initialized by `apply`", Context, batch, loss)

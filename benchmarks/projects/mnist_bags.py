@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from benchmarks.projects.project import Project
+from benchmarks.projects.project import Project, supervised
 
 
 class Network(nn.Module):
@@ -24,8 +24,7 @@ class Network(nn.Module):
 
     def forward(self, bag: Tensor) -> Tensor:
         """Returns the logit of a bag ``(1, instances, 1, 28, 28)``."""
-        logits: Tensor = self.classifier(self.pooling(self.features(bag.squeeze(0)).unsqueeze(0)))
-        return logits.flatten()
+        return self.classifier(self.pooling(self.features(bag.squeeze(0)).unsqueeze(0))).flatten()
 
 
 def batch(generator: Generator) -> tuple[Tensor, Tensor]:
@@ -57,9 +56,5 @@ def digit_bag(generator: Generator, held_out: bool) -> tuple[Tensor, Tensor]:
     return images[chosen].unsqueeze(0), label.float()
 
 
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Computes the loss of a bag."""
-    return functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1])
-
-
+loss = supervised(functional.binary_cross_entropy_with_logits)
 PROJECT = Project("`HopfieldPooling` after a CNN, one bag a step", Network, batch, loss, lr=5e-4)

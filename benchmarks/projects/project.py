@@ -1,7 +1,7 @@
 """Project: one use of Hopfield layers, and the three sets of layers it is trained with."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partialmethod
 from importlib import import_module
@@ -36,6 +36,11 @@ class Project:
     loss: Callable[[Any, Any], Tensor]
     blocks: int = 4
     lr: float = 1e-3
+
+
+def supervised(criterion: Callable[[Tensor, Tensor], Tensor]) -> Callable[[nn.Module, Sequence[Tensor]], Tensor]:
+    """Returns the loss of a batch that consists of the arguments of the model, and last the target."""
+    return lambda model, batch: criterion(model(*batch[:-1]), batch[-1])
 
 
 def import_original(checkout: Path) -> ModuleType:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.harness.command import add_data_dir, explain_missing_data, make_parser
-from benchmarks.harness.report import picture_for
+from benchmarks.harness.report import picture_for, row_table
 from benchmarks.harness.rows import RESULTS, ResultTable, Row
 from benchmarks.robust import measure, report
 from benchmarks.robust.tasks import NAMES, Task, make_task
@@ -46,7 +46,7 @@ TABLES = {
     "missing": Table(("faces16", "mnist", "digits", "embeddings", "sensors"), measure.measure_missing, report.missing),
     "pairs": Table(("faces16", "digits"), measure.measure_pairs, report.pairs),
     "ablation": Table(("faces16", "digits", "embeddings"), measure.measure_ablation, report.ablation),
-    "scale": Table(("embeddings",), measure.measure_scale, report.scale),
+    "scale": Table(("embeddings",), measure.measure_scale, row_table),
     "confidence": Table(("faces16", "faces32", "sensors"), measure.measure_confidence, report.confidence),
 }
 

@@ -1,6 +1,5 @@
 """What the tables measure: accuracies of baselines, and of memories before and after fits."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any, cast
@@ -14,6 +13,8 @@ from ahop_layers.memory.learn import questions
 from ahop_layers.memory.learn.auto import AutoSimilarity
 from ahop_layers.memory.learn.solve import learn
 from ahop_layers.memory.variants import as_damage
+from benchmarks.bags import auc
+from benchmarks.harness.memory import clock
 from benchmarks.robust.tasks import Task
 
 Figures = dict[str, dict[float, float]]
@@ -115,11 +116,9 @@ def measure_levels(task: Task, generator: torch.Generator, seed: int) -> Figures
     asked = task.queries(generator)
     memory = ah.AssociativeMemory(task.stored, labels=task.labels)
     found = {"not fitted": recall(task, memory, asked)}
-    began = time.perf_counter()
+    began = clock(task.stored.device)
     memory.fit(task.draw, seed=seed)
-    if task.stored.is_cuda:
-        torch.cuda.synchronize()
-    found["fitted"] = {-1.0: time.perf_counter() - began}
+    found["fitted"] = {-1.0: clock(task.stored.device) - began}
     found["fitted"] |= recall(task, memory, asked)
     if task.labels is not None:
         found["fitted, by class"] = {
@@ -185,13 +184,6 @@ def measure_scale(task: Task, generator: torch.Generator, seed: int) -> Figures:
     return {"fitted": found}
 
 
-def auroc(known: Tensor, foreign: Tensor) -> float:
-    """Returns the probability that a known query has the larger value of a known and a foreign one."""
-    below = torch.searchsorted(foreign.sort().values, known)
-    equal = torch.searchsorted(foreign.sort().values, known, right=True) - below
-    return ((below + equal / 2).double().mean() / len(foreign)).item()
-
-
 def calibration_error(confidence: Tensor, right: Tensor) -> float:
     """Returns the mean difference of confidence and accuracy over BINS bins of equal width, weighted by their size."""
     place = (confidence * BINS).long().clamp(max=BINS - 1)
@@ -241,9 +233,10 @@ def measure_confidence(task: Task, generator: torch.Generator, seed: int) -> Fig
     right = (known.indices[:, 0] if task.labels is None else task.labels[known.indices[:, 0]]) == task.target
     count = min(len(sure), len(unsure))
     both = torch.cat([sure[:count], unsure[:count]]), torch.cat([right[:count], torch.zeros_like(right[:count])])
+    here = torch.cat([torch.ones_like(sure), torch.zeros_like(unsure)])
     found = {
-        "AUROC": auroc(sure, unsure),
-        "AUROC of the score": auroc(known.scores[:, 0], foreign.scores[:, 0]),
+        "AUROC": auc(here, torch.cat([sure, unsure])),
+        "AUROC of the score": auc(here, torch.cat([known.scores[:, 0], foreign.scores[:, 0]])),
         "calibration error": calibration_error(*both),
         "false accepts": (unsure > threshold).double().mean().item(),
         "accepted": (sure > threshold).double().mean().item(),

@@ -8,9 +8,6 @@ from benchmarks.harness.report import GRAY, bold_best, bold_best_in_columns, dra
 from benchmarks.harness.rows import Row
 from benchmarks.robust.tasks import NAMES
 
-METHODS = ("cosine", "Euclid", "L1", "clipped L1", "trimmed L1", "exp(-d/w)", "not fitted", "fitted, not sorted",
-           "fitted", "fitted, by class")  # fmt: skip
-
 ABLATION = {
     "L1": "L1",
     "trimmed L1": "L1 of a share of the ranks, the best one",
@@ -21,28 +18,11 @@ ABLATION = {
 """Method -> its line in the table."""
 
 
-def levels(rows: Sequence[Row]) -> str:
-    """Mean accuracy over the splits: for each data set a table with a line for each method."""
-    texts = []
-    for (name,), here in group(rows, "data").items():
-        levels = sorted({float(row["level"]) for row in here if float(row["level"]) >= 0})
-        own = {method: mine for (method,), mine in group(here, "method").items()}
-        body = []
-        for method in (each for each in METHODS if each in own):
-            cells = [_mean([row for row in own[method] if float(row["level"]) == level]) for level in levels]
-            body.append([method, *(f"{cell:.3f}" for cell in cells)])
-        seconds = _mean([row for row in here if float(row["level"]) < 0])
-        body = bold_best_in_columns(body, dict.fromkeys(range(1, len(levels) + 1), max))
-        title = f"{_title(name)}: accuracy by the level of damage, {_splits(here)}; fitted in {seconds:.1f} s."
-        texts.append(title + "\n\n" + table(["level", *levels], body))
-    return "\n\n".join(texts)
-
-
 SHORT = ("Euclid", "L1", "trimmed L1", "clipped L1", "exp(-d/w)", "not fitted", "fitted, not sorted", "fitted")
-"""The methods of the short table."""
+"""The methods of the table of levels."""
 
 
-def short(rows: Sequence[Row]) -> str:
+def levels(rows: Sequence[Row]) -> str:
     """Mean accuracy over the splits: a line for each data set and for some levels of damage."""
     body, times = [], []
     for (name,), here in group(rows, "data").items():
@@ -120,23 +100,6 @@ def ablation(rows: Sequence[Row]) -> str:
         title += " †: in at least half of the splits, the fit added the dot product because it paid."
     body = bold_best_in_columns(body, dict.fromkeys(range(1, len(names) + 1), max))
     return title + "\n\n" + table(["score", *map(_what, names)], body)
-
-
-def scale(rows: Sequence[Row]) -> str:
-    """Mean accuracy over the splits: a line for each data set, and a column for each factor."""
-    body, spread = [], 0.0
-    factors = [factor for (factor,) in group(rows, "level")]
-    for (name,), here in group(rows, "data").items():
-        found = {factor: _mean(mine) for (factor,), mine in group(here, "level").items()}
-        body.append([_what(name), *(f"{found[factor]:.4f}" for factor in factors)])
-        for mine in group(here, "split").values():
-            values = [float(row["value"]) for row in mine]
-            spread = max(spread, max(values) - min(values))
-    title = (
-        f"Accuracy after a fit, all values multiplied by a factor, {_splits(rows)}."
-        f" The largest difference within a split is {spread:.4f}."
-    )
-    return title + "\n\n" + table(["factor", *(f"{float(factor):g}" for factor in factors)], body)
 
 
 def confidence(rows: Sequence[Row]) -> str:

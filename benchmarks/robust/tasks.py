@@ -1,6 +1,5 @@
 """Stored patterns, queries and their damage: faces, MNIST, scikit-learn's digits, embeddings and sensors."""
 
-import gzip
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from benchmarks.search.data import IDX, IDX_FILES
+from benchmarks.search.data import load
 
 Damage = Callable[[Tensor, Tensor, torch.Generator], Tensor]
 """Damages patterns ``(n, d)`` at levels ``(n, 1)``."""
@@ -128,17 +127,12 @@ def break_sensors(stored: Tensor) -> Damage:
 
 def images(name: str, folder: Path) -> tuple[Tensor, Tensor]:
     """Loads faces of 16 x 16 or 32 x 32 pixels, or MNIST."""
+    rows, labels, _ = load("digits" if name == "mnist" else "faces", folder)
     if name == "mnist":
-        pixels, labels = (gzip.decompress((folder / IDX["digits"] / file).read_bytes()) for file in IDX_FILES)
-        rows = np.frombuffer(pixels, np.uint8, offset=16).reshape(-1, 784)
-        return torch.from_numpy(rows / np.float32(255)), torch.from_numpy(
-            np.frombuffer(labels, np.uint8, offset=8).astype(np.int64)
-        )
-    with np.load(folder / "faces" / "yale_b.npz") as arrays:
-        faces, people = arrays["images"] / np.float32(255), arrays["labels"].astype(np.int64)
+        return rows, labels
     side = int(name.removeprefix("faces"))
-    cells = torch.from_numpy(faces).reshape(-1, side, 32 // side, side, 32 // side)
-    return cells.mean((2, 4)).flatten(1), torch.from_numpy(people)
+    cells = rows.reshape(-1, side, 32 // side, side, 32 // side)
+    return cells.mean((2, 4)).flatten(1), labels
 
 
 def make_task(name: str, folder: Path, generator: torch.Generator) -> Task:

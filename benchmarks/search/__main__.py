@@ -23,12 +23,12 @@ import argparse
 import itertools
 from pathlib import Path
 
-from benchmarks.harness.command import add_data_dir, explain_missing_data, make_parser
+from benchmarks.harness.command import add_data_dir, add_device, explain_missing_data, make_parser
 from benchmarks.harness.report import picture_for
-from benchmarks.harness.rows import RESULTS, ResultTable
+from benchmarks.harness.rows import RESULTS, ResultTable, rows_with
 from benchmarks.search import ar, report
 from benchmarks.search.data import LEVELS, SETS, available, load
-from benchmarks.search.measure import answers, choose_device, measure_missing, rows_of, wanted
+from benchmarks.search.measure import answers, measure_missing, wanted
 from benchmarks.search.packaged import OWN
 from benchmarks.search.rivals import RIVALS
 
@@ -45,7 +45,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--splits", type=int, default=5, help="number of splits (default: 5)")
     add("--levels", nargs="+", type=float, help="fractions of the image that are damaged (default: all)")
     add("--picture", type=float, metavar="LEVEL", help="also draw queries of this level and what each method answers")
-    add("--device", default="auto", help="cpu, cuda, or auto: cuda if available (default: auto)")
+    add_device(parser)
     add_data_dir(parser, "faces/, mnist/ and fashion-mnist/")
     add("--output", type=Path, default=RESULTS / "search.csv", help="results (default: benchmarks/results/search.csv)")
     options = parser.parse_args(arguments)
@@ -60,7 +60,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Measures the missing rows, prints the tables, and draws the curves and the answers."""
     options = parse(arguments)
-    device = choose_device(options.device)
+    device = options.device
     methods = [*options.rivals, *OWN]
     if options.data == ["ar"]:
         results = ResultTable(options.output.with_name("ar.csv"), device.type)
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     levels_of = wanted(sets, options.damage, options.splits, methods, options.levels)
     results = ResultTable(options.output, device.type)
     measure_missing(levels_of, options.data_dir, device, results)
-    rows = rows_of(levels_of, results.own_rows)
+    rows = rows_with((each.row(level) for each in levels_of for level in levels_of[each]), results.own_rows)
     print(report.accuracy_table(rows), end="\n\n")
     curves = picture_for(options.output, "search")
     print(f"plot: {report.draw_curves(rows, curves)}")

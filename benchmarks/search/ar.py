@@ -9,16 +9,15 @@ Similarities and networks are learned from the stored photos with synthetic rect
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
 from typing import NamedTuple
 
 import torch
 
 from ahop_layers.memory.variants import Covered
-from benchmarks.harness.report import bold_best, group, table
+from benchmarks.harness.memory import clock
+from benchmarks.harness.report import bold_best_in_columns, group, spread, table
 from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.search.data import Images
-from benchmarks.search.measure import seconds
 from benchmarks.search.packaged import OURS, OWN, untrained_shifted
 from benchmarks.search.rivals import RIVALS, Training
 
@@ -92,13 +91,13 @@ def measure(file: Path, device: torch.device, results: ResultTable, seeds: int, 
                 keys = [{"protocol": protocol, "method": method, "seed": seed, "column": column} for column in asked]
                 if all(results.has(key) for key in keys):
                     continue
-                start = seconds(device)
+                start = clock(device)
                 classify = METHODS[method](gallery, damage.bind(gallery.rows), seed)
-                fit = seconds(device) - start
+                fit = clock(device) - start
                 for key, numbers in zip(keys, asked.values(), strict=True):
-                    query, start = select(images, numbers), seconds(device)
+                    query, start = select(images, numbers), clock(device)
                     accuracy = (classify(query.rows).label == query.labels).double().mean().item()
-                    times = {"fit_s": f"{fit:.3g}", "query_s": f"{seconds(device) - start:.3g}"}
+                    times = {"fit_s": f"{fit:.3g}", "query_s": f"{clock(device) - start:.3g}"}
                     results.add({**key, "queries": len(query.labels), "accuracy": f"{accuracy:.4f}", **times})
                 print(f"{protocol}, {method}, seed {seed}: fit {fit:.1f} s", flush=True)
     return results.own_rows
@@ -113,13 +112,8 @@ def accuracy_table(rows: Sequence[Row]) -> str:
         for method in dict.fromkeys(method for method, _ in cells):
             found = [[float(row["accuracy"]) for row in cells.get((method, column), [])] for column in asked]
             if all(found):
-                body.append([method, *(_spread(values) for values in found)])
-        columns = [bold_best([row[place] for row in body]) for place in range(1, 1 + len(asked))]
-        marked = [[row[0], *(column[line] for column in columns)] for line, row in enumerate(body)]
+                body.append([method, *map(spread, found)])
+        marked = bold_best_in_columns(body, dict.fromkeys(range(1, 1 + len(asked)), max))
         numbers = ", ".join(map(str, stored))
         parts.append(f"Accuracy on AR, photos {numbers} stored.\n\n{table(['method', *asked], marked)}")
     return "\n\n".join(parts)
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")

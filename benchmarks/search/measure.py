@@ -1,7 +1,6 @@
 """The measurements of the search benchmark: the accuracy of each method at each level of damage."""
 
 import itertools
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,24 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.harness.rows import ResultTable, Row
+from benchmarks.harness.memory import clock
+from benchmarks.harness.rows import ResultTable
 from benchmarks.search.data import LEVELS, TRAINING_LEVELS, Split, damage, load, queries, split_halves
 from benchmarks.search.packaged import OWN, MemoryClassifier
 from benchmarks.search.rivals import RIVALS, Answer, Classifier, Training
 
 METHODS: dict[str, Training] = {**RIVALS, **OWN}
-
-
-def choose_device(name: str) -> torch.device:
-    """Returns the device of an option: "auto" means a GPU if there is one."""
-    return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu"))
-
-
-def seconds(device: torch.device) -> float:
-    """Returns the time after all work on the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 class Trained(NamedTuple):
@@ -80,15 +68,15 @@ def accuracies(each: Trained, asked: dict[float, Tensor], split: Split) -> list[
         split: stored and asked images.
     """
     device = split.stored.rows.device
-    start = seconds(device)
+    start = clock(device)
     classify = train(each.method, split, each.kind, each.split)
-    fit = seconds(device) - start
+    fit = clock(device) - start
     rows: list[dict[str, object]] = []
     for level, query in asked.items():
-        start = seconds(device)
+        start = clock(device)
         label = classify(query).label
         accuracy = (label == split.asked.labels).double().mean().item()
-        times = {"fit_s": f"{fit:.3g}", "query_s": f"{seconds(device) - start:.3g}"}
+        times = {"fit_s": f"{fit:.3g}", "query_s": f"{clock(device) - start:.3g}"}
         rows.append({**each.row(level), "queries": len(query), "accuracy": f"{accuracy:.4f}", **times})
     return rows
 
@@ -102,7 +90,7 @@ def measure_missing(
         for each, levels in levels_of.items()
         if (left := [level for level in levels if not results.has(each.row(level))])
     }
-    start = seconds(device)
+    start = clock(device)
     for (data, split), parts in itertools.groupby(missing, lambda each: (each.data, each.split)):
         halves = Split(*(half.to(device) for half in split_halves(load(data, folder), split)))
         for kind, methods in itertools.groupby(parts, lambda each: each.kind):
@@ -110,7 +98,7 @@ def measure_missing(
             for each in methods:
                 rows = accuracies(each, {level: asked[level] for level in missing[each]}, halves)
                 results.add(*rows)
-                print(f"{seconds(device) - start:6.1f} s  {_shown(each, rows)}", flush=True)
+                print(f"{clock(device) - start:6.1f} s  {_shown(each, rows)}", flush=True)
 
 
 def _shown(each: Trained, rows: Sequence[dict[str, object]]) -> str:
@@ -119,14 +107,6 @@ def _shown(each: Trained, rows: Sequence[dict[str, object]]) -> str:
     figures = " ".join(f"{row['accuracy']}" for row in rows)
     name = f"{each.data}, split {each.split}, {each.kind}, {each.method}"
     return f"{name}: {figures} (fit {rows[0]['fit_s']} s, queries {asked:.3g} s)"
-
-
-def rows_of(levels_of: dict[Trained, list[float]], rows: Sequence[Row]) -> list[Row]:
-    """Returns the stored rows of these measurements, in their order."""
-    keys = [
-        {name: str(value) for name, value in each.row(level).items()} for each in levels_of for level in levels_of[each]
-    ]
-    return [row for key in keys for row in rows if key.items() <= row.items()]
 
 
 def answers(

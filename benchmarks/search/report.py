@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from textwrap import wrap
 
 import numpy as np
 from torch import Tensor
 
-from benchmarks.harness.report import COLORS, bold_best, bold_best_in_columns, drawing, group, number, table
+from benchmarks.harness.report import COLORS, bold_best, bold_best_in_columns, drawing, group, number, spread, table
 from benchmarks.harness.rows import Row
 from benchmarks.search.measure import Shown
 from benchmarks.search.packaged import OURS
@@ -28,7 +28,7 @@ def accuracy_table(rows: Sequence[Row]) -> str:
         levels = sorted((level for (level,) in group(here, "level")), key=float)
         cells = group(here, "method", "level")
         methods = [method for (method,) in group(here, "method")]
-        columns = [[_spread(_accuracies(cells.get((method, level), []))) for method in methods] for level in levels]
+        columns = [[spread(_accuracies(cells.get((method, level), []))) for method in methods] for level in levels]
         body = zip(methods, *map(bold_best, columns), strict=True)
         splits = len(group(here, "split"))
         caption = f"Accuracy on {data} by the fraction of {KINDS[kind]}, {splits} split{'s' * (splits > 1)}."
@@ -53,12 +53,6 @@ def time_table(rows: Sequence[Row]) -> str:
     marked = bold_best_in_columns(body, {2 * place: min for place in range(1, 1 + len(sets))})
     header = (f"{data}: {column}" for data in sets for column in ("training, s", "query, ms"))
     return table(["method", *header], marked)
-
-
-def _spread(values: Sequence[float]) -> str:
-    if not values:
-        return ""
-    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def _ours_first(named: tuple[str, object]) -> bool:

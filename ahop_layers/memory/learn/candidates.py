@@ -44,13 +44,9 @@ class Candidates(NamedTuple):
 
 
 def find_candidates(
-    asked: Questions,
-    patterns: Tensor,
-    labels: Tensor | None,
-    generator: torch.Generator,
-    count: int = CANDIDATES,
+    asked: Questions, patterns: Tensor, labels: Tensor | None, generator: torch.Generator, count: int = CANDIDATES,
     overview: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> Candidates:
+) -> Candidates:  # fmt: skip
     """Takes ``count`` candidates for each query out of ``patterns (N, d)`` of the classes ``labels (N,)``.
 
     The hardest wrong patterns have the smallest distance by one of several measures, for which unknown values have

@@ -87,13 +87,9 @@ def _sort_(values: Tensor) -> Tensor:
 
 
 def features(
-    query: Tensor,
-    patterns: Tensor,
-    candidates: Tensor,
-    bases: Sequence[BaseArgument],
-    widths: Sequence[float],
+    query: Tensor, patterns: Tensor, candidates: Tensor, bases: Sequence[BaseArgument], widths: Sequence[float],
     edges: list[int],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Mean similarity of queries and their candidates over all ranks, then in each bin of ranks.
 
     ``(L, d), (N, d), (L, C) -> (L, C, f)``; the features of the first base are the first.

@@ -187,8 +187,7 @@ class _Fixed:
 
     def _scores(self, part: Candidates) -> Tensor:
         missing = {"missing": True} if part.query.isnan().any() or self.patterns.isnan().any() else {}
-        found: Tensor = self.similarity(part.query, self.patterns, **missing)
-        return found.gather(1, part.candidates)
+        return self.similarity(part.query, self.patterns, **missing).gather(1, part.candidates)
 
     def take(self, chosen: str, number: int) -> float:
         """Gives the similarity the chosen weights, and returns the temperature of its scores."""
@@ -249,15 +248,9 @@ class _Auto:
     available = ("L1", "trimmed L1", "Euclid", "dot product", "near")
 
     def __init__(
-        self,
-        similarity: AutoSimilarity,
-        patterns: Tensor,
-        labels: Tensor | None,
-        asked: Questions,
-        generator: torch.Generator,
-        bases: Sequence[BaseArgument] = BASES,
-        bins: int = BINS,
-    ) -> None:
+        self, similarity: AutoSimilarity, patterns: Tensor, labels: Tensor | None, asked: Questions,
+        generator: torch.Generator, bases: Sequence[BaseArgument] = BASES, bins: int = BINS,
+    ) -> None:  # fmt: skip
         self.similarity, self.edges = similarity, bin_edges(patterns.shape[1], bins)
         some = asked.part(slice(0, min(TRIAL_QUERIES, asked.fitted)))
 
@@ -310,14 +303,9 @@ class _Auto:
 
 @torch.no_grad()
 def learn(
-    similarity: Any,
-    patterns: Tensor,
-    labels: Tensor | None,
-    asked: Questions,
-    generator: torch.Generator,
-    show: Callable[[str], None] = lambda step: None,
-    **options: Any,
-) -> tuple[float, FitReport]:
+    similarity: Any, patterns: Tensor, labels: Tensor | None, asked: Questions, generator: torch.Generator,
+    show: Callable[[str], None] = lambda step: None, **options: Any,
+) -> tuple[float, FitReport]:  # fmt: skip
     """Learns a similarity that finds the pattern, or the class, that a query belongs to.
 
     The result is never much worse than a fixed score: if one is better than the learned weights by more than a standard

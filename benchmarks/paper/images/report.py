@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from decimal import Decimal
 
-from benchmarks.harness.report import bold_best, bold_best_in_columns, group, table
+from benchmarks.harness.report import bold_best, group, row_table, spread, table
 from benchmarks.harness.rows import Row
 from benchmarks.paper.figures import IMAGES
 
@@ -48,19 +48,12 @@ def rate_table(rows: Sequence[Row]) -> str:
     best = {name: max(statistics.mean(of[name].values()) for of in by_rate.values() if name in of) for name in names}
     paper, body = IMAGES.get(rows[0]["settings"].split(",")[0], {}), []
     for name in names:
-        cells = [_spread(of.get(name, {})) for of in by_rate.values()]
+        cells = [spread([*of.get(name, {}).values()], 4) for of in by_rate.values()]
         marked = bold_best(cells) if sum(map(bool, cells)) > 1 else cells
         gain = f"{best[name] - best['dot']:+.4f}" if "dot" in best and name != "dot" else ""
         body.append([name, *marked, gain, f"{paper[name]:.4f}" if name in paper else ""])
     rates = [f"lr {Decimal(rate):f}" for rate in by_rate]
     return table(["attention", *rates, "best minus best of dot", "paper"], body)
-
-
-def _spread(seeds: dict[str, float]) -> str:
-    """Mean and standard deviation of the values of some seeds."""
-    values = seeds.values()
-    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4f}{deviation}" if values else ""
 
 
 def _difference(seeds: dict[str, float], baseline: dict[str, float]) -> str:
@@ -90,33 +83,15 @@ def repair_table(rows: Sequence[Row]) -> str:
     for attention, found in by_attention(row for row in rows if row["measure"] != "accuracy").items():
         names, shares = (dict.fromkeys(name.rpartition(" ")[place] for name in found) for place in (0, 2))
         for share in shares:
-            cells = bold_best([_spread(found[f"{name} {share}"]) for name in names])
+            cells = bold_best([spread(found[f"{name} {share}"]) for name in names])
             lines.append([attention, f"{float(share):.0%}", *cells])
     return table(["attention", "replaced", *names], lines)
-
-
-def speed_table(rows: Sequence[Row]) -> str:
-    """Every figure, the best one bold, and its ratio to that of the dot product in the same run."""
-    found = {
-        attention: {name: max(seeds.values()) for name, seeds in measures.items()}
-        for attention, measures in by_attention(rows).items()
-    }
-    names, body = list(dict.fromkeys(row["measure"] for row in rows)), []
-    for attention, figures in found.items():
-        cells = [attention]
-        for name in names:
-            ratio = figures[name] / found["dot"][name] if "dot" in found else None
-            cells += [f"{figures[name]:,.0f}", "" if ratio is None else f"{ratio:.2f}"]
-        body.append(cells)
-    best = {1 + 2 * index: max if name.endswith("images/s") else min for index, name in enumerate(names)}
-    header = ["attention", *(cell for name in names for cell in (name, "relative to dot"))]
-    return table(header, bold_best_in_columns(body, best))
 
 
 TABLES = {
     "paper": (rate_table, "Test accuracy with the paper's setup, by learning rate."),
     "working": (damage_table, "Test accuracy of a small ViT on damaged images."),
     "repair": (repair_table, "Test accuracy of a small ViT on images of which a share of the values is replaced."),
-    "throughput": (speed_table, "Throughput of a small ViT."),
+    "throughput": (row_table, "Throughput of a small ViT."),
 }
 """The table of a setup, and its caption."""

@@ -251,7 +251,7 @@ def repaired(images: Tensor, seed: int) -> Damage:
 def accuracy(
     training: Training, damage: Damage | None = None, strength: float = 0.0, count: int | None = None
 ) -> float:
-    """Returns the accuracy on ``count`` test images, by default all. The damaged images are the same for every model."""
+    """Returns the accuracy on ``count`` test images, by default all. Damage is the same for every model."""
     training.model.eval()
     generator, right = torch.Generator(training.device).manual_seed(0), 0
     for images, labels in zip(*(rows[:count].split(1000) for rows in training.data.test), strict=True):

@@ -21,10 +21,9 @@ Every row is stored immediately and is not measured again on the same device. do
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
-from benchmarks.harness.command import add_data_dir, explain_missing_data, make_parser
+from benchmarks.harness.command import add_data_dir, add_device, explain_missing_data, make_parser
 from benchmarks.harness.rows import RESULTS, ResultTable
 from benchmarks.paper.lookup.measure import QUICK, Size, measure, measurements
 from benchmarks.paper.lookup.report import report
@@ -40,11 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
     add("--seeds", type=int, default=3, help="seeds of data and training (default: %(default)s)")
     add("--quick", action="store_true", help="few steps and bags, to see that it runs")
-    add("--device", default="auto", help="cpu, cuda, or auto: cuda if available (default: auto)")
+    add_device(parser)
     add("--output", type=Path, default=RESULTS / "lookup.csv", help="CSV file (default: %(default)s)")
     options = parser.parse_args(arguments)
-    cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
-    device, size = torch.device("cuda" if cuda else "cpu"), QUICK if options.quick else Size()
+    device, size = options.device, QUICK if options.quick else Size()
 
     results = ResultTable(options.output, device.type)
     wanted = [each for each in measurements(options.parts, options.seeds, size) if not results.has(each._asdict())]

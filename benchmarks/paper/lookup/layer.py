@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ahop_layers as ah
+from benchmarks.projects.project import NO_NORMS, STATIC
 
 SHARPNESS = 12.0  # initial inverse temperature, for scores with a standard deviation of about 1
 
@@ -41,12 +42,10 @@ class Lookup(nn.Module):
         super().__init__()
         values = stored if values is None else values
         parts = [initial_similarity(stored, keep, each, bases, 1 / len(blocks)) for each in blocks]
-        static = [f"{name}_as_static" for name in ("stored_pattern", "state_pattern", "pattern_projection")]
-        norms = [f"normalize_{name.removesuffix('_as_static')}" for name in static]
         self.layer = ah.AdaptiveHopfieldLayer(
             stored.shape[1],
-            **dict.fromkeys(static, True),
-            **dict.fromkeys([*norms, *(f"{name}_affine" for name in norms)], False),
+            **STATIC,
+            **NO_NORMS,
             disable_out_projection=True,
             lookup_weights_as_separated=True,
             lookup_targets_as_trainable=False,

@@ -1,6 +1,5 @@
 """The measurements of the lookup benchmark: accuracy of face classifiers and AUC of bag classifiers."""
 
-import gzip
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -17,9 +16,9 @@ from benchmarks.bags import auc
 from benchmarks.damages import Occluded
 from benchmarks.paper.bag_classifier import BagClassifier, HopfieldPool, embed_digits
 from benchmarks.paper.lookup.networks import FACE_NETWORKS, FaceClassifier, first_layer, optimize, train_faces
+from benchmarks.search.data import load as load_images
 
-FACES = Path("faces") / "yale_b.npz"
-DIGITS = tuple(Path("mnist") / f"train-{name}-ubyte.gz" for name in ("images-idx3", "labels-idx1"))
+load = cache(load_images)
 LEVELS = {"pixels": (0.0, 0.3, 0.5, 0.7, 0.8, 0.9), "block": (0.1, 0.3, 0.5, 0.7)}
 """Kind of damage of faces -> fractions of the test images that are damaged."""
 TRAINED = {"pixels": (0.0, 0.9), "block": (0.0, 0.8)}
@@ -97,7 +96,7 @@ def damage(kind: str, level: Level, side: int) -> Variant:
 
 def measure_faces(wanted: Measurement, folder: Path, size: Size, device: torch.device) -> dict[str, float]:
     """Returns the accuracy on the faces that are not stored, by the fraction that is damaged."""
-    images, labels = load_faces(folder)
+    images, labels, _ = load("faces", folder)
     shown = labels < size.persons
     images, labels = images[shown].to(device), labels[shown].to(device)
     side, kind = round(images.shape[1] ** 0.5), wanted.damage
@@ -122,14 +121,6 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     return (predicted == labels).double().mean().item()
 
 
-@cache
-def load_faces(folder: Path) -> tuple[Tensor, Tensor]:
-    """Reads faces ``(n, 1024)`` with values from 0 to 1, and their persons ``(n,)``."""
-    with np.load(folder / FACES) as arrays:
-        images, labels = arrays["images"].astype(np.float32) / 255, arrays["labels"].astype(np.int64)
-    return torch.from_numpy(images).flatten(1), torch.from_numpy(labels)
-
-
 def half_of_each(labels: Tensor, seed: int) -> Tensor:
     """Chooses a random half of each class: bool ``(n,)``."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).to(labels.device)
@@ -138,14 +129,6 @@ def half_of_each(labels: Tensor, seed: int) -> Tensor:
         own = order[labels[order] == label]
         chosen[own[: len(own) // 2]] = True
     return chosen
-
-
-@cache
-def load_digits(folder: Path) -> tuple[Tensor, np.ndarray]:
-    """Reads the digits of MNIST ``(n, 784)`` with values from 0 to 1, and their classes ``(n,)``."""
-    pixels, classes = (gzip.decompress((folder / file).read_bytes()) for file in DIGITS)
-    images = np.frombuffer(pixels, np.uint8, offset=16).reshape(-1, 784).astype(np.float32) / 255
-    return torch.from_numpy(images), np.frombuffer(classes, np.uint8, offset=8).astype(int)
 
 
 class PackedBags:
@@ -167,7 +150,8 @@ def measure_bags(wanted: Measurement, folder: Path, size: Size, device: torch.de
     """Returns the AUC of bags of damaged digits: does a bag hold a nine?"""
     level, name, seed = float(wanted.damage.split()[1]), wanted.network, wanted.seed
     generator = np.random.default_rng(seed)
-    data = bags_of_digits(*load_digits(folder), 10_000, size.bags, generator, STORED)
+    digits, classes, _ = load("digits", folder)
+    data = bags_of_digits(digits, classes.numpy(), 10_000, size.bags, generator, STORED)
     damaged = damage_bags(data, level, seed)
     train = PackedBags(data if name == "repair" else damaged, range(size.bags[0]), device)
     test, stored = PackedBags(damaged, data.test, device), data.stored.to(device)

@@ -1,16 +1,11 @@
 """Tables of the lookup benchmark: mean and standard deviation over the seeds, the best network bold."""
 
 from collections.abc import Sequence
-from statistics import mean, stdev
 
-from benchmarks.harness.report import bold_best, group, table
+from benchmarks.harness.report import bold_best, group, spread, table
 from benchmarks.harness.rows import Row
 
 KINDS = {"pixels": "pixels replaced", "block": "block covered"}
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def _table(rows: Sequence[Row], *names: str) -> list[list[str]]:
@@ -20,7 +15,7 @@ def _table(rows: Sequence[Row], *names: str) -> list[list[str]]:
     for found, here in group(rows, *names).items():
         cells = group(here, "network")
         values = [[float(row["value"]) for row in cells.get((name,), [])] for name in networks]
-        lines.append([*found, *bold_best([_spread(each) if each else "" for each in values])])
+        lines.append([*found, *bold_best([spread(each) for each in values])])
     return [[*[""] * len(names), *networks], *lines]
 
 

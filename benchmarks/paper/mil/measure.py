@@ -1,12 +1,10 @@
 """The measurements of the bag benchmark, one outer fold at a time, in parallel processes."""
 
 import argparse
-import multiprocessing
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +15,7 @@ from tqdm import tqdm
 from benchmarks.bag_sets import BagSet
 from benchmarks.bags import DATA_SETS, auc
 from benchmarks.harness.command import explain_missing_data
+from benchmarks.harness.pool import make_pool
 from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.paper.bag_classifier import BagClassifier
 from benchmarks.paper.mil.training import (
@@ -90,20 +89,6 @@ def measure(outer: OuterFold, folder: Path) -> dict[str, float]:
     return found
 
 
-_folder, _deadline = Path(), 0.0
-
-
-def _prepare(folder: Path, deadline: float) -> None:
-    """Initializes a process."""
-    global _folder, _deadline
-    _folder, _deadline = folder, deadline
-    torch.set_num_threads(1)
-
-
-def _measure_in_time(outer: OuterFold) -> tuple[OuterFold, dict[str, float] | None]:
-    return outer, measure(outer, _folder) if time.time() < _deadline else None
-
-
 def missing_folds(options: argparse.Namespace, results: ResultTable) -> Iterator[OuterFold]:
     """Yields what the results do not have yet: part by part, and all of a repeat before the next."""
     every = product(options.parts, range(options.repeats), options.data, options.poolings)
@@ -113,19 +98,6 @@ def missing_folds(options: argparse.Namespace, results: ResultTable) -> Iterator
             yield from (first._replace(fold=fold) for fold in range(options.folds))
 
 
-def measure_all(
-    options: argparse.Namespace, missing: list[OuterFold]
-) -> Iterator[tuple[OuterFold, dict[str, float] | None]]:
-    """Yields the figures of each fold as they arrive, None for a fold after the deadline."""
-    prepared = (options.data_dir, time.time() + 60 * options.minutes)
-    if options.processes == 1:
-        _prepare(*prepared)
-        yield from map(_measure_in_time, missing)
-    elif missing:
-        with multiprocessing.get_context("spawn").Pool(options.processes, _prepare, prepared) as pool:
-            yield from pool.imap_unordered(_measure_in_time, missing)
-
-
 def run(options: argparse.Namespace, results: ResultTable) -> None:
     """Measures what is missing, and stores a row when all its folds are complete."""
     missing = list(missing_folds(options, results))
@@ -133,10 +105,8 @@ def run(options: argparse.Namespace, results: ResultTable) -> None:
         for name in dict.fromkeys(outer.data for outer in missing):
             load(name, options.data_dir)  # reports missing files before any process starts
     folds: dict[OuterFold, list[dict[str, float]]] = defaultdict(list)
-    with tqdm(total=len(missing), unit="fold") as progress:
-        for outer, found in measure_all(options, missing):
-            if found is None:
-                continue
+    with make_pool(options) as pool, tqdm(total=len(missing), unit="fold") as progress:
+        for outer, found in pool.figures(missing, partial(measure, folder=options.data_dir)):
             progress.set_description(f"{outer.part}, repeat {outer.repeat}, {outer.data}, {outer.pooling}")
             progress.update()
             complete = folds[outer._replace(fold=0)]
@@ -144,5 +114,3 @@ def run(options: argparse.Namespace, results: ResultTable) -> None:
             if len(complete) == outer.folds:
                 means = {name: statistics.mean(fold[name] for fold in complete) for name in found}
                 results.add_figures(outer.key, means)
-    if progress.n < len(missing):
-        print(f"stopped after {options.minutes:g} minutes; the same command resumes here")

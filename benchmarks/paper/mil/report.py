@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.harness.report import bold_best, bold_best_in_columns, group, table
+from benchmarks.harness.report import bold_best, group, table
 from benchmarks.harness.rows import Row
 from benchmarks.paper.figures import MIL
 
@@ -27,7 +27,7 @@ def report(rows: Sequence[Row]) -> str:
         figures, data = arrange(mine), data_sets(mine)
         parts.append(f"Test AUC, measured on {device}.")
         if figures["nested"]:
-            parts.append(clean_table(figures, data))
+            parts.append(short_tables(figures, data))
         for chosen in [*([name] for name in data), data][: len(data) + (len(data) > 1)]:
             parts += [f"Test AUC with damaged instances on {', '.join(chosen)}.", damage_table(figures, chosen)]
     return "\n\n".join(parts)
@@ -59,12 +59,10 @@ def mean_over(figures: Figures, part: str, measure: str, pooling: str, data: Seq
     return statistics.mean(statistics.mean(figures[part][measure][pooling][name].values()) for name in data)
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[str, str]:
-    """Returns the mean, with its sign, and its standard error, which is empty for a single value."""
-    if not values:
-        return "", ""
-    error = f"{statistics.stdev(values) / math.sqrt(len(values)):.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):+.4f}", error
+def _paired(differences: Sequence[float]) -> str:
+    """Returns the mean, with its sign, and the standard error of several differences; nothing without differences."""
+    error = f" ± {statistics.stdev(differences) / math.sqrt(len(differences)):.4f}" if len(differences) > 1 else ""
+    return f"{statistics.mean(differences):+.4f}{error}" if differences else ""
 
 
 def difference(figures: Figures, part: str, measure: str, pooling: str, data: Sequence[str]) -> list[float]:
@@ -94,27 +92,6 @@ def short_tables(figures: Figures, data: Sequence[str]) -> str:
         caption = "AUC minus the AUC of M-Hop with the same folds and seeds: mean and standard error over the repeats."
         parts += [caption, table(["pooling", *data], differences)]
     return "\n\n".join(parts)
-
-
-def _paired(differences: Sequence[float]) -> str:
-    return " ± ".join(filter(None, mean_and_error(differences)))
-
-
-def clean_table(figures: Figures, data: Sequence[str]) -> str:
-    """Mean and standard deviation over repeats, the paper's figure, and the paired difference from M-Hop."""
-    header = ["data", "pooling", "repeats", "AUC", "standard deviation", "paper", "minus M-Hop", "standard error"]
-    body: list[list[str]] = []
-    for name in data:
-        lines = []
-        for pooling in complete(figures, "nested", "auc", [name]):
-            values = list(figures["nested"]["auc"][pooling][name].values())
-            deviation = f"{statistics.stdev(values):.4f}" if len(values) > 1 else ""
-            paper = f"{MIL[name][pooling]:.4f}" if pooling in MIL[name] else ""
-            pairs = difference(figures, "nested", "auc", pooling, [name]) if pooling != "dot" else []
-            shown = [str(len(values)), f"{statistics.mean(values):.4f}", deviation, paper, *mean_and_error(pairs)]
-            lines.append([name, NAMES[pooling], *shown])
-        body += bold_best_in_columns(lines, {3: max}) if lines else []
-    return table(header, body)
 
 
 def damage_table(figures: Figures, data: Sequence[str]) -> str:

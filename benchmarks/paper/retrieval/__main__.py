@@ -22,15 +22,14 @@ MNIST is read from ``--data-dir``, AHOP_DATA_DIR or data (see docs/data.md). Wit
 """
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
-from benchmarks.harness.command import explain_missing_data, make_parser
+from benchmarks.harness.command import add_device, explain_missing_data, make_parser
 from benchmarks.harness.report import picture_for
-from benchmarks.harness.rows import RESULTS, ResultTable
+from benchmarks.harness.rows import RESULTS, ResultTable, rows_with
 from benchmarks.paper.retrieval import multimodal, report
-from benchmarks.paper.retrieval.measure import QUICK, Size, measure_missing, measurements, rows_of, timings
+from benchmarks.paper.retrieval.measure import QUICK, Size, measure_missing, measurements, timings
 from benchmarks.paper.retrieval.systems import data_folder
 
 TABLES = ("figure", "accuracy", "ablations", "multimodal", "timing")
@@ -43,7 +42,7 @@ def parse() -> argparse.Namespace:
     add("--table", default="all", choices=[*TABLES, "all"], help="what to measure (default: all)")
     add("--runs", type=int, help="runs of each row (default: 5, with --quick 1)")
     add("--quick", action="store_true", help="small version with few patterns and steps, without MNIST")
-    add("--device", default="auto", help="cpu, cuda, or auto: cuda if available (default: auto)")
+    add_device(parser)
     add("--data-dir", type=Path, help="folder with mnist/ (default: AHOP_DATA_DIR, else data)")
     add("--output", type=Path, default=RESULTS, help="folder of the results (default: benchmarks/results)")
     return parser.parse_args()
@@ -52,8 +51,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measures the missing rows, prints the tables, and draws the figure."""
     options = parse()
-    cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
-    device, size = torch.device("cuda" if cuda else "cpu"), QUICK if options.quick else Size()
+    device, size = options.device, QUICK if options.quick else Size()
     size = size if options.runs is None else size._replace(runs=options.runs)
     with explain_missing_data():
         folder = None if options.quick else data_folder(options.data_dir)
@@ -64,18 +62,18 @@ def main() -> None:
     results = ResultTable(options.output / f"retrieval{suffix}.csv", device.type)
     measure_missing([each for wanted in by_table.values() for each in wanted], size, folder, device, results)
     for table, wanted in by_table.items():
-        print(report.TABLES[table](rows_of(wanted, results.own_rows)), end="\n\n")
+        print(report.TABLES[table](rows_with(map(asdict, wanted), results.own_rows)), end="\n\n")
     if "multimodal" in tables:
         pairs = multimodal.measurements(size)
         linked = ResultTable(options.output / f"multimodal{suffix}.csv", device.type)
         multimodal.measure_missing(pairs, size, device, linked)
-        print(report.pair_table(rows_of(pairs, linked.own_rows)), end="\n\n")
+        print(report.pair_table(rows_with(map(asdict, pairs), linked.own_rows)), end="\n\n")
     if "timing" in tables:
         times = ResultTable(options.output / f"retrieval_timing{suffix}.csv", device.type)
         times.replace(timings(size, device))
         print(report.timing_table(times.own_rows))
     if "figure" in tables:
-        rows = rows_of(by_table["figure"], results.own_rows)
+        rows = rows_with(map(asdict, by_table["figure"]), results.own_rows)
         print(f"plot: {report.draw(rows, picture_for(results.path, 'retrieval'))}")
 
 

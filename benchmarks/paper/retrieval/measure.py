@@ -6,22 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from ahop_layers.memory.variants import Mixed
-from benchmarks.harness.rows import ResultTable, Row
+from benchmarks.harness.memory import least_seconds
+from benchmarks.harness.rows import ResultTable
 from benchmarks.paper.networks import NETWORKS, Network
 from benchmarks.paper.retrieval import report
 from benchmarks.paper.retrieval.accuracy import bayes_accuracy, retrieval_accuracy, retrieval_error
 from benchmarks.paper.retrieval.systems import SYSTEMS, ReferenceSimilarity, mnist, synthetic
 from benchmarks.paper.training import train
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 BIAS_KNOWN = {report.LIMIT: True, report.GUESSED: False}
 """Whether a Bayes limit is that of a known bias."""
@@ -100,13 +98,6 @@ def measurements(table: str, size: Size, images: bool) -> list[Measurement]:
     return found
 
 
-def rows_of(wanted: Sequence["DataclassInstance"], rows: Sequence[Row]) -> list[Row]:
-    """Returns the stored rows of these measurements, all of one kind, in their order."""
-    keys = [{name: str(value) for name, value in asdict(each).items()} for each in wanted]
-    stored = {tuple(row[name] for name in keys[0]): row for row in rows} if keys else {}
-    return [stored[key] for key in (tuple(each.values()) for each in keys) if key in stored]
-
-
 def measure(wanted: Measurement, size: Size, patterns: Tensor) -> dict[str, float]:
     """Measures accuracy and error of a system, or a Bayes limit, on new queries."""
     variant = Mixed(wanted.mask, wanted.noise, wanted.bias, seed=wanted.run)
@@ -140,9 +131,7 @@ def median_milliseconds(call: Callable[[], object]) -> float:
     """Returns the median time of 20 calls, or of fewer, but at least three, after a second in total."""
     times: list[float] = []
     while len(times) < 3 or (len(times) < 20 and sum(times) < 1000):
-        start = time.perf_counter()
-        call()
-        times.append(1000 * (time.perf_counter() - start))
+        times.append(1000 * least_seconds(call, "cpu", 1))
     return statistics.median(times)
 
 

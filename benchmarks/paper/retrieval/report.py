@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
-from benchmarks.harness.report import bold_best, bold_best_in_columns, drawing, group, number, table
+from benchmarks.harness.report import bold_best, bold_best_in_columns, drawing, group, number, spread, table
 from benchmarks.harness.rows import Row
 from benchmarks.paper.figures import MULTIMODAL, RETRIEVAL, RETRIEVAL_TIMES
 
@@ -33,10 +33,6 @@ MEASURES = {"accuracy": max, "error": min}
 """The measures, and which value is the best."""
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
-
-
 def _values(rows: Iterable[Row], name: str) -> list[float]:
     return [float(row[name]) for row in rows if row[name]]
 
@@ -57,7 +53,7 @@ def level_table(rows: Sequence[Row], measures: Sequence[str] = tuple(MEASURES)) 
     header, columns = ["system"], [systems]
     for (data, level), name in product(group(rows, "data", "noise"), measures):
         here = [cells.get((data, level, system), []) for system in systems]
-        measured = [_spread(values) if (values := _values(each, name)) else "" for each in here]
+        measured = [spread(_values(each, name)) for each in here]
         title = f"{data} {level}" + (f", {name}" if len(measures) > 1 else "")
         header.append(title)
         columns.append(_bold_best(systems, measured, MEASURES[name]))
@@ -97,7 +93,7 @@ def pair_table(rows: Sequence[Row]) -> str:
     for (concepts,) in group(rows, "concepts"):
         found = [_values(cells.get((concepts, *pair), []), "accuracy") for pair in pairs]
         header.append(f"N = {concepts}")
-        columns.append(bold_best([_spread(values) if values else "" for values in found]))
+        columns.append(bold_best([spread(values) for values in found]))
         paper = [MULTIMODAL.get(pair, {}).get(int(concepts)) for pair in pairs]
         if any(paper):
             header.append(f"N = {concepts}, paper")

@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness.command import add_data_dir, make_parser
+from benchmarks.harness.report import group
 from benchmarks.harness.rows import RESULTS, ResultTable
 from benchmarks.paper.tabular.data import SETS
 from benchmarks.paper.tabular.measure import run
 from benchmarks.paper.tabular.models import MODELS, available
-from benchmarks.paper.tabular.pool import add_pool_options
 from benchmarks.paper.tabular.report import report
 
 
@@ -47,7 +47,9 @@ def parse() -> argparse.Namespace:
     add_data_dir(parser, "tabular/")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", default=device, help="device of the memories (default: cuda if available)")
-    add_pool_options(parser)
+    add("--processes", type=int, default=1, help="parallel processes, each with one thread (default: %(default)s)")
+    add("--minutes", type=float, default=float("inf"), help="start nothing new after this time (default: no limit)")
+    add("--report", action="store_true", help="only print the tables of the stored results")
     add("--output", type=Path, default=None, help="CSV file (default: benchmarks/results/tabular.csv)")
     add("--quick", action="store_true", help="small trial without data files")
     options = parser.parse_args()
@@ -66,7 +68,8 @@ def main() -> None:
         results = ResultTable(options.output or RESULTS / "tabular.csv", None if options.report else options.device)
         if not options.report:
             run(options, results)
-        print(report(results.rows))
+        for (settings,), rows in group(results.rows, "settings").items():
+            print(f"Test results, {settings}.\n\n{report(rows)}\n")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from sklearn.metrics import accuracy_score, roc_auc_score
 from sklearn.model_selection import StratifiedKFold, cross_val_score
 
 from benchmarks.harness.command import explain_missing_data
+from benchmarks.harness.pool import make_pool
 from benchmarks.harness.rows import ResultTable, Row
 from benchmarks.paper.tabular.data import Split, files_of, load
 from benchmarks.paper.tabular.models import MODELS, Context, Parameters
-from benchmarks.paper.tabular.pool import make_pool
 from benchmarks.paper.tabular.report import best_trial
 
 SPLIT_SEED = 0
@@ -104,5 +104,11 @@ def run(options: argparse.Namespace, results: ResultTable) -> None:
     with make_pool(options) as pool:
         for name in options.sets:
             for kind in KINDS:
-                if not pool.measure(missing_evaluations(results, options, name, kind), measure, results):
+                missing = list(missing_evaluations(results, options, name, kind))
+                done = 0
+                for done, (each, figures) in enumerate(pool.figures(missing, measure), 1):
+                    results.add_figures(each.columns, figures)
+                    shown = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+                    print(f"{done}/{len(missing)}: {', '.join(each.key.values())}: {shown}", flush=True)
+                if done < len(missing):
                     return

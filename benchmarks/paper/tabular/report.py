@@ -1,10 +1,9 @@
 """Tables of the tabular benchmark."""
 
 import json
-import statistics
 from collections.abc import Sequence
 
-from benchmarks.harness.report import bold_best, bold_best_in_columns, group, table
+from benchmarks.harness.report import bold_best, group, spread, table
 from benchmarks.harness.rows import Row
 from benchmarks.paper.figures import TABULAR
 from benchmarks.paper.tabular.models import MODELS, Parameters
@@ -25,53 +24,19 @@ def best_trial(rows: Sequence[Row], trials: Sequence[Row]) -> Parameters | None:
     return parameters
 
 
-def report(rows: Sequence[Row]) -> str:
-    """A table for each data set and number of rows; the best model is bold."""
-    parts = []
-    for (name, settings), mine in group(rows, "set", "settings").items():
-        main, other = ("roc_auc", "accuracy") if name in AREA_SETS else ("accuracy", "roc_auc")
-        body = []
-        for model in MODELS:
-            cells = [row for row in mine if row["model"] == model]
-            if any(row["kind"] == "run" for row in cells):
-                devices = dict.fromkeys(row["device"] for row in cells)
-                figures = _figures(cells, main, other, TABULAR.get(name, {}).get(model))
-                body.append([model, *figures, ", ".join(devices)])
-        if body:
-            columns = [TITLES[main], "standard deviation", "paper", "minus paper", TITLES[other], "CPU seconds per run"]
-            caption = f"Test results on {name}, {settings}."
-            header = ["model", "trials", "runs", *columns, "measured on"]
-            parts += [caption, table(header, bold_best_in_columns(body, {3: max, 7: max}))]
-    return "\n\n".join(parts)
+def report(rows: Sequence[Row], models: Sequence[str] = tuple(MODELS)) -> str:
+    """Mean and standard deviation over the runs of the models: a line for each data set, and the paper's A-Hop."""
+    runs = group((row for row in rows if row["kind"] == "run"), "set", "model", "measure")
+    models = [model for model in models if any(model == found for _, found, _ in runs)]
+    body = []
+    for name in dict.fromkeys(name for name, _, _ in runs):
+        measure = "roc_auc" if name in AREA_SETS else "accuracy"
+        cells = [[float(row["value"]) for row in runs.get((name, model, measure), [])] for model in models]
+        paper = TABULAR.get(name, {}).get("A-Hop")
+        shown = bold_best([spread(values, 4) for values in cells])
+        body.append([f"{name}, {TITLES[measure]}", *shown, f"{paper:.4f}" if paper else ""])
+    return table(["data set", *models, "A-Hop, paper"], body)
 
 
 SHORT = ("M-Hop", "K2-Hop", "A-Hop", "Random Forest", "XGBoost", "XGBoost, categories", "HistGradientBoosting")
-"""The models of the short table."""
-
-
-def short(rows: Sequence[Row]) -> str:
-    """Mean and standard deviation over the runs, a line for each data set, and the paper's A-Hop."""
-    body = []
-    for (name,), mine in group(rows, "set").items():
-        main = "roc_auc" if name in AREA_SETS else "accuracy"
-        cells = {model: _figures([row for row in mine if row["model"] == model], main, main, None) for model in SHORT}
-        shown = [f"{cell[2]} ± {cell[3]}" for cell in cells.values()]
-        body.append([f"{name}, {TITLES[main]}", *bold_best(shown), f"{TABULAR[name]['A-Hop']:.4f}"])
-    return table(["data set", *SHORT, "A-Hop, paper"], body)
-
-
-def _figures(cells: Sequence[Row], main: str, other: str, paper: float | None) -> list[str]:
-    def values(measure: str, kind: str = "run") -> list[float]:
-        return [float(row["value"]) for row in cells if row["measure"] == measure and row["kind"] == kind]
-
-    scores, mean = values(main), statistics.mean(values(main))
-    return [
-        str(len(values("cross-validation", "trial"))),
-        str(len(scores)),
-        f"{mean:.4f}",
-        f"{statistics.stdev(scores):.4f}" if len(scores) > 1 else "",
-        "" if paper is None else f"{paper:.4f}",
-        "" if paper is None else f"{mean - paper:+.4f}",
-        f"{statistics.mean(values(other)):.4f}",
-        f"{statistics.mean(values('CPU seconds')):.1f}",
-    ]
+"""The models that the page shows."""
