@@ -21,6 +21,7 @@ from ahop_layers.memory.storage import Stored
 from ahop_layers.memory.variants import as_damage
 
 NEIGHBORS = 32  # most neighbors of a row
+EVEN = 0.1  # share of the weight that all neighbors have alike, or one alone would call right values wrong
 TEMPER = 0.5  # power of the likelihood: values of a row depend on each other, and count less than if they did not
 FLOOR = 0.01  # smallest scale of an intact value, relative to the range of its column
 STEPS = 8  # steps of expectation maximization
@@ -96,7 +97,7 @@ class Mixture(nn.Module):
 
         def solve(logits: Tensor) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
             """Returns the mean of the neighbors, probabilities, and a function for the likelihood of each neighbor."""
-            weight = logits.softmax(-1)
+            weight = (1 - EVEN) * logits.softmax(-1) + EVEN / logits.shape[-1]
             mean = (weight[:, None] @ near)[:, 0]
             own = (weight[:, None] @ (near - mean[:, None]).abs())[:, 0]
             width = (own + spread) / 2 + FLOOR * span
