@@ -83,7 +83,7 @@ def repair_table(rows: Sequence[Row]) -> str:
     for attention, found in by_attention(row for row in rows if row["measure"] != "accuracy").items():
         names, shares = (dict.fromkeys(name.rpartition(" ")[place] for name in found) for place in (0, 2))
         for share in shares:
-            cells = bold_best([spread(found[f"{name} {share}"]) for name in names])
+            cells = bold_best([spread([*found[f"{name} {share}"].values()]) for name in names])
             lines.append([attention, f"{float(share):.0%}", *cells])
     return table(["attention", "replaced", *names], lines)
 
