@@ -163,6 +163,17 @@ def test_arguments_of_shortlists():
 
 
 @faiss
+def test_auto_searches_all_patterns_where_no_shortlist_keeps_the_recall(small_fit, monkeypatch):
+    monkeypatch.setattr("ahop_layers.memory.fit.SHORTLIST_COST", 1)
+    monkeypatch.setattr("ahop_layers.memory.fit.LONGEST_SHORTLIST", 32)
+    memory = ah.AssociativeMemory(patterns(600))
+    memory.build_codes(8)
+    report = memory.fit(ah.variants.Replaced(0.9, low=-4.0, high=4.0))
+    assert report.shortlist.length == memory.shortlist == 600
+    assert report.shortlist.recall == 1
+
+
+@faiss
 def test_auto_keeps_the_recall_that_the_report_says(small_fit, tmp_path, monkeypatch):
     monkeypatch.setattr("ahop_layers.memory.fit.SHORTLIST_COST", 1)
     stored = patterns(1500)

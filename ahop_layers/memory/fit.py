@@ -126,7 +126,8 @@ def _measure_shortlist(scorer: Scorer, data: Variant | Pairs, by_label: bool, ge
     needed = rank.sort().values[max(0, math.ceil(SHORTLIST_RECALL * len(rank)) - 1)].item() + 1
     length = 2 ** math.ceil(math.log2(max(needed, SHORTEST_SHORTLIST)))
     length = length if SHORTLIST_COST * length < stored.count else stored.count
-    return Shortlist(length, (rank < length).double().mean().item(), search(length)[1], exact_seconds)
+    recall = 1.0 if length == stored.count else (rank < length).double().mean().item()
+    return Shortlist(length, recall, search(length)[1], exact_seconds)
 
 
 def _read_damage(damage: Any, scorer: Scorer, by_label: bool) -> Variant | Pairs:
