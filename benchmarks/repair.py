@@ -51,7 +51,8 @@ COUNTS = {"mnist1k": 1000, "mnist8k": 8000, "mnist60k": 60_000, "faces16": 1600,
 STORED, ASKED = 2000, 1000  # most stored rows of other sets, most test rows
 BATCH, POOL = 256, 20  # rows of a step, steps of a draw
 CHECK, PATIENCE = 250, 4  # steps between validations, validations
-SHOWN = ("faces16", "digits", "sensors", "wifi-UJI1")  # sets in the table of the documentation
+SHOWN = ("faces16", "digits", "sensors", "wifi-UJI1")  # sets in the table of all damages of the documentation
+OTHERS = ("faces32", "mnist8k", "adult")  # sets in its table of uniform damage
 WIDTH, NEIGHBORS, FEW_COLUMNS = 512, 5, 64
 
 
@@ -295,7 +296,8 @@ def measure(name: str, splits: Sequence[Split], options: Any, results: ResultTab
             rivals[rival] = train(name, few, kinds, options.steps, made[rival], rival == "autoencoder")
     for number, split in enumerate(splits):
         stored = split.stored if as_rows else split.stored.reshape(-1, *shape)  # type: ignore[misc]
-        memory = ah.AssociativeMemory(stored, labels=frozen.apply(number, split.standard(split.stored)).argmax(-1))
+        answers = frozen.apply(number, split.standard(split.stored)).argmax(-1)
+        memory = ah.AssociativeMemory(stored, labels=None if options.no_labels else answers)
         fit = memory.fit(seed=number, progress=False)
         print(f"{name}, split {number}: {fit}", flush=True)
         boosted = trees(split) if number == 0 and dim <= FEW_COLUMNS and "missing" in kinds else None
@@ -364,9 +366,9 @@ def report(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def short(rows: Sequence[Row]) -> str:
+def short(rows: Sequence[Row], sets: Sequence[str] = SHOWN) -> str:
     """Returns a table for the documentation: the frozen network alone, after repair, and the best trained rival."""
-    data = [name for name in SHOWN if any(row["data"] == name for row in rows)]
+    data = [name for name in sets if any(row["data"] == name for row in rows)]
     body = []
     for (kind, level), own in group(rows, "kind", "level").items():
         cells = []
@@ -394,6 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="trained rivals (default: all)")
     add("--steps", type=int, default=4000, help="most training steps of a network (default: %(default)s)")
     add("--as-rows", nargs="*", choices=IMAGES, default=["digits"], help="images stored as rows (default: digits)")
+    add("--no-labels", action="store_true", help="fit memories without the answers of the network")
     add("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     add("--output", type=Path, default=RESULTS / "repair.csv", help="default: benchmarks/results/repair.csv")
     add_data_dir(parser, "faces/yale_b.npz, mnist, tabular and wifi")

@@ -58,7 +58,7 @@ def test_a_lookup_reads_stored_values_and_leaves_instances_out():
 def test_a_repaired_bag_is_read_by_a_network_of_clean_bags(tmp_path, monkeypatch, small_fit):
     generator, classes = torch.Generator().manual_seed(0), np.arange(11_000) % 10
     digits = torch.rand(10, 784, generator=generator)[classes] + 0.02 * torch.rand(11_000, 784, generator=generator)
-    monkeypatch.setattr(measure, "load_digits", lambda _: (digits, classes))
+    monkeypatch.setattr(measure, "load", lambda *_: (digits, torch.from_numpy(classes), None))
     monkeypatch.setattr(measure, "STORED", 100)
     size, device = measure.Size(bags=(150, 40), epochs=4), torch.device("cpu")
     found = {

@@ -150,20 +150,31 @@ def test_a_compiled_graph_repairs_alike(memory, gate):
     torch.testing.assert_close(compiled(query), layer(query), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("labelled", [False, True])
-def test_with_labels_another_pattern_of_the_class_is_as_good_as_the_pattern_itself(monkeypatch, labelled):
+@pytest.mark.parametrize(
+    ("labels", "by", "gate"),
+    [
+        ("none", None, repair.OPEN),
+        ("pairs", None, repair.WEIGHED),
+        ("pairs", "pattern", repair.OPEN),
+        ("one class", None, repair.WEIGHED),
+        ("a class each", None, repair.WEIGHED),
+    ],
+)
+def test_another_pattern_of_the_class_is_as_good_as_the_pattern_itself(monkeypatch, labels, by, gate):
     rows, number = ROWS[:64].clone(), torch.arange(64)
     rows[:, 0] = number / 64
-    memory = ah.AssociativeMemory(rows, "l1", labels=number // 2 if labelled else None)
+    classes = {"none": None, "pairs": number // 2, "one class": 0 * number, "a class each": number}[labels]
+    memory = ah.AssociativeMemory(rows, "l1", labels=classes)
 
     def mix(stored, query, logits, indices, spread, gate):
         own = (query[:, 0] * 64).round().long()
-        of = {repair.CLOSED: query, repair.OPEN: rows[(own + 2) % 64], repair.WEIGHED: rows[own ^ 1]}  # in pairs
+        second = own if labels in ("one class", "a class each") else own ^ 1  # itself, or the other of the pair
+        of = {repair.CLOSED: query, repair.OPEN: rows[(own + 2) % 64], repair.WEIGHED: rows[second]}
         return of[gate], torch.ones_like(query)
 
     monkeypatch.setattr(repair.Mixture, "mix", staticmethod(mix))
-    memory.fit(lambda x, generator: torch.cat([x[:, :1], torch.full_like(x[:, 1:], 40.0)], 1))
-    assert memory.mixture.gate == (repair.WEIGHED if labelled else repair.OPEN)
+    memory.fit(lambda x, generator: torch.cat([x[:, :1], torch.full_like(x[:, 1:], 40.0)], 1), by=by)
+    assert memory.mixture.gate == gate
 
 
 def test_where_repair_does_not_pay_only_unknown_values_change(memory):

@@ -459,7 +459,7 @@ class AssociativeMemory(Associator):
                 if self._fits_beta:
                     self.beta.fill_(1 / temperature)
                 show("learning to repair")
-                left = self.mixture.learn_(self._scorer(), damage, self.beta, int(seed))
+                left = self.mixture.learn_(self._scorer(), damage, by == "label", self.beta, int(seed))
             self.fit_counts = self.fit_counts.new_tensor([stored.count, 0])
             self.shortlist = self.shortlist.new_tensor(report.shortlist.length if report.shortlist else 0)
             self.calibration = torch.zeros_like(self.calibration)

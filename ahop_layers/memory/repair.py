@@ -2,9 +2,10 @@
 
 A value is intact, and then near the value of a neighbor that the similarity found, with a Laplace density, or wrong,
 with a uniform density over the range of its column. The share of wrong values of a row is found by expectation
-maximization. A value keeps its place in proportion to its probability of being intact, and the mean of the neighbors
-has the rest. A second round weighs the neighbors by the likelihood of the row, where a fit found that to be better.
-With labels, a fit learns to find other patterns of a class, as repair has to: a clean copy of the query is not stored.
+maximization. The new value is the average of the given value and the mean of the neighbors, weighted by the probability
+that the given value is intact. A second round weighs the neighbors by the likelihood of the row, where a fit found that
+to be better. With labels, a fit learns to find other patterns of a class, as repair has to: a clean copy of the query
+is not stored.
 """
 
 from collections.abc import Callable
@@ -127,11 +128,12 @@ class Mixture(nn.Module):
         return torch.where(unknown, mean, repaired), intact
 
     @torch.no_grad()
-    def learn_(self, scorer: Scorer, damage: Any, beta: Tensor, seed: int) -> float | None:
+    def learn_(self, scorer: Scorer, damage: Any, by_label: bool, beta: Tensor, seed: int) -> float | None:
         """Learns from damaged patterns that are not among their own neighbors.
 
-        Returns the share of their squared error that repair leaves, 1 if the gate is closed, or None if there are too
-        few patterns.
+        ``by_label`` asks for other patterns of their class, not for themselves, where there are several classes of
+        several patterns. Returns the share of their squared error that repair leaves, 1 if the gate is closed, or None
+        if there are too few patterns.
         """
         stored, missing = scorer.stored, bool(getattr(scorer.similarity, "allows_missing", False))
         if stored.count < FEWEST:
@@ -164,8 +166,10 @@ class Mixture(nn.Module):
         def tried(gate: int) -> Tensor:
             return self.mix(stored, rows, logits.to(unit.dtype), indices, spread, gate)[0]
 
+        by_label = by_label and 1 < len(stored.given_classes().labels) < stored.count
+
         def right(values: Tensor) -> Tensor:
-            if stored.classes is not None:
+            if by_label:
                 return (stored.class_of(neighbors(values)[1][:, 0]) == stored.class_of(own)).sum()
             return (scorer.search(Queries(values, stored.unknown, ()), 1)[1][:, 0] == own).sum()
 
@@ -183,8 +187,8 @@ class Repair(nn.Module):
     """Repairs the inputs of a network: a layer for ``nn.Sequential(Repair(memory), network)``.
 
     Args:
-        memory: an :class:`~ahop_layers.AssociativeMemory` of clean rows, after a fit. It finds better neighbors if the
-            answers of the network are its labels. It is a part of the layer: a state dict has its patterns.
+        memory: an :class:`~ahop_layers.AssociativeMemory` of clean rows, after a fit. With the answers of the network
+            as labels it finds better neighbors. The memory is a part of the layer: a state dict has its patterns.
         shortlist: as for :meth:`~ahop_layers.AssociativeMemory.search`.
 
     >>> import ahop_layers as ah

@@ -120,6 +120,11 @@ def by_device(command: str, rows: Sequence[Row], show: Show) -> str:
     return "\n\n".join(f"**{device}**\n\n{part(command, mine, show)}" for (device,), mine in devices.items())
 
 
+def on_gpus(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows that were measured on a GPU."""
+    return [row for row in rows if "NVIDIA" in row["device"]]
+
+
 def of_bags(rows: Sequence[Row], show: Callable[[mil_report.Figures, Sequence[str]], str]) -> str:
     """Returns a table of the bag benchmark."""
     return by_device("paper.mil run", rows, lambda mine: show(mil_report.arrange(mine), mil_report.data_sets(mine)))
@@ -183,6 +188,12 @@ STRONGEST = ("auc", "mask 0.75", "noise 2.0", "bias 2.0")
 """The damages of bags that the page shows."""
 
 
+def of_repair(rows: Sequence[Row], sets: Sequence[str]) -> str:
+    """Returns the short table of some data sets of the benchmark of repair."""
+    rows = [row for row in rows if row["data"] in sets]
+    return by_device(f"repair --sets {' '.join(sets)}", rows, lambda mine: repair.short(mine, sets))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "summary-speed": lambda: summary.speed(switching_rows(), vit_rows("eager"), rows_of("kernels.csv"), packed_rows()),
     "summary-search": lambda: summary.search(rows_of("search.csv")),
@@ -194,7 +205,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels-attention": lambda: by_device(
         "kernels --device cuda --only attention", attention_rows(), kernels_report.of_attention
     ),
-    "blocks": lambda: by_device("kernels", kernel_rows(), kernels_report.of_blocks),
+    "blocks": lambda: by_device("kernels", on_gpus(kernel_rows()), kernels_report.of_blocks),
     "hflayers": lambda: by_device(
         "hflayers --original PATH", [row for row in switching_rows() if row["precision"] != "TF32"], hflayers.report
     ),
@@ -217,10 +228,12 @@ TABLES: dict[str, Callable[[], str]] = {
         "paper.lookup --parts bags", rows_of("lookup.csv", part="bags"), lookup_report.bag_table
     ),
     "robust": lambda: by_device("robust", rows_of("robust.csv"), robust_report.levels),
-    "robust-missing": lambda: of_robust("missing", robust_report.missing),
+    "robust-missing": lambda: of_robust("missing", lambda rows: robust_report.missing(rows, 0.6)),
     "robust-ablation": lambda: of_robust("ablation", robust_report.ablation),
     "robust-confidence": lambda: of_robust("confidence", robust_report.confidence),
-    "repair": lambda: by_device("repair", rows_of("repair.csv"), repair.short),
+    "repair": lambda: of_repair(rows_of("repair.csv"), repair.SHOWN),
+    "repair-others": lambda: of_repair(rows_of("repair.csv", kind="uniform"), repair.OTHERS),
+    "images-repair": lambda: of_images("repair"),
     "search": lambda: part("search", search_rows("search.csv"), search_report.accuracy_table),
     "ar": lambda: by_device("search --data ar --file AR_42_30.mat", search_rows("ar.csv"), ar.accuracy_table),
     "search-time": lambda: by_device("search", search_rows("search.csv"), search_report.time_table),

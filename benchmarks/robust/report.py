@@ -37,15 +37,16 @@ def levels(rows: Sequence[Row]) -> str:
     return title + "\n\n" + table(["data", "level", *SHORT], body)
 
 
-def missing(rows: Sequence[Row]) -> str:
-    """Mean accuracy over the splits: a line for each data set and share of missing values."""
+def missing(rows: Sequence[Row], least: float = 0.0) -> str:
+    """Mean accuracy over the splits: a line for each data set and share of missing values that is at ``least`` this."""
     methods = ("fitted", "not fitted", "L1", "Euclid")
     body, lead = [], {"L1": 1.0, "Euclid": 1.0}
     for (name, share), here in group(rows, "data", "level").items():
         found = {method: _mean(mine) for (method,), mine in group(here, "method").items()}
-        lead = {method: min(least, found["fitted"] - found[method]) for method, least in lead.items()}
+        lead = {method: min(before, found["fitted"] - found[method]) for method, before in lead.items()}
         cells = bold_best([f"{found[method]:.3f}" for method in methods])
-        body.append([_what(name), f"{100 * float(share):.0f} %", *cells])
+        if float(share) >= least:
+            body.append([_what(name), f"{100 * float(share):.0f} %", *cells])
     title = (
         f"Accuracy with missing values, {_splits(rows)}. The highest is bold. The smallest lead of *fitted* is"
         f" {lead['L1']:+.3f} over L1 and {lead['Euclid']:+.3f} over Euclid."

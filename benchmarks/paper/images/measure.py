@@ -47,6 +47,7 @@ def measure(
             for strength in strengths:
                 measured[f"{damage.__name__} {strength}"] = accuracy(training, damage, strength)
     if options.setup == "repair":
+        torch.manual_seed(seed)
         rival = make(attention, replace(setup, damaged=True), data, options.graphs)
         if not rival.run(seed, deadline):
             return None

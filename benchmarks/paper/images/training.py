@@ -236,7 +236,8 @@ def repaired(images: Tensor, seed: int) -> Damage:
     """Fits a memory of patches of clean images. Returns the damage that replaces values, then repairs each patch."""
     apart, side = "n c (h p) (w q) -> (n h w) (c p q)", {"p": 4, "q": 4}
     patches = rearrange(images, apart, **side)
-    memory = ah.AssociativeMemory(patches[torch.randperm(len(patches))[:STORED].to(patches.device)])
+    some = torch.randperm(len(patches), generator=torch.Generator().manual_seed(seed))[:STORED]
+    memory = ah.AssociativeMemory(patches[some.to(patches.device)])
     memory.fit(seed=seed, progress=False)
 
     def apply(images: Tensor, strength: float, generator: torch.Generator) -> Tensor:

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--seeds", type=int, default=3, help="seeds of data and training (default: %(default)s)")
     add("--quick", action="store_true", help="few steps and bags, to see that it runs")
     add_device(parser)
-    add("--output", type=Path, default=RESULTS / "lookup.csv", help="CSV file (default: %(default)s)")
+    add("--output", type=Path, default=RESULTS / "lookup.csv", help="CSV file (default: benchmarks/results/lookup.csv)")
     options = parser.parse_args(arguments)
     device, size = options.device, QUICK if options.quick else Size()
 
