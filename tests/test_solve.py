@@ -6,7 +6,7 @@ import torch
 import ahop_layers as ah
 from ahop_layers.memory.learn import questions
 from ahop_layers.memory.learn.ranks import bin_edges, block_features, features, pools
-from ahop_layers.memory.learn.regression import Problem
+from ahop_layers.memory.learn.regression import Problem, solve
 from ahop_layers.memory.variants import Replaced
 
 pytestmark = pytest.mark.usefixtures("small_fit")
@@ -67,6 +67,39 @@ def test_gradient_is_that_of_autograd(bounded):
     torch.testing.assert_close(gradient, expected)
 
 
+@pytest.mark.parametrize("bounded", [False, True])
+def test_few_losses_are_needed_for_the_minimum(bounded, monkeypatch):
+    """Features of one base are nearly multiples of each other: plain gradients need hundreds of steps."""
+    level = torch.randn(300, 20, 1, generator=random_generator(), dtype=torch.float64)
+    level[:, 0] += 3 * torch.rand(300, 1, generator=random_generator(1), dtype=torch.float64)
+    noise = torch.randn(300, 20, 8, generator=random_generator(2), dtype=torch.float64)
+    problem = Problem(level + 0.1 * noise, torch.zeros(300, 20), 1, [8])
+    start = torch.zeros(8, dtype=torch.float64)
+    penalty, evaluated = torch.full_like(start, 1e-4), []
+    weight = start.clone().requires_grad_()
+    second = torch.autograd.functional.hessian(lambda weight: problem.objective(weight, False)[0], weight.detach())
+    torch.testing.assert_close(problem.curvature(start, False), second)
+
+    objective = Problem.objective
+    monkeypatch.setattr(Problem, "objective", lambda *given: evaluated.append(1) or objective(*given))
+
+    def loss(found):
+        return objective(problem, found, bounded)[0] + penalty @ found.square()
+
+    found = solve(problem, start, bounded, penalty)
+    optimizer = torch.optim.LBFGS([weight], max_iter=2000, line_search_fn="strong_wolfe", tolerance_change=1e-14)
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(weight)
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    assert loss(found) < loss(weight) + 1e-4
+    assert len(evaluated) < 40
+
+
 @pytest.mark.slow
 def test_learned_similarity_beats_l1_at_any_scale():
     found = []
@@ -90,7 +123,7 @@ def test_dimensions_in_different_units_get_units_of_their_own(monkeypatch):
         monkeypatch.setattr(f"ahop_layers.memory.learn.{name}", value)
 
     def damage(unit):
-        wrong = Replaced((0.0, 0.6), torch.zeros(16), unit)
+        wrong = Replaced((0.0, 0.8), torch.zeros(16), unit)
         return lambda x, generator: wrong(x + 0.03 * unit * torch.randn(x.shape, generator=generator), generator)
 
     for scales in (torch.ones(16), 10 ** torch.linspace(-3, 3, 16)):

@@ -234,9 +234,12 @@ def _logistic(features: Tensor, log_share: Tensor, right: Tensor) -> tuple[float
         penalized = value.mean() + PENALTY * weight.square().sum()
         return penalized.item(), scaled.mT @ slope / len(sure) + 2 * PENALTY * weight
 
-    weight = minimize(loss, scaled.new_zeros(3))
+    def curvature(weight: Tensor) -> Tensor:
+        return scaled.mT @ scaled / (4 * len(scaled)) + 2 * PENALTY * torch.eye(3).to(scaled)
+
+    weight = minimize(loss, scaled.new_zeros(3), curvature)
     if weight[1] < 0:  # odds are no evidence against a query
         scaled[:, 1] = 0.0
-        weight = minimize(loss, scaled.new_zeros(3))
+        weight = minimize(loss, scaled.new_zeros(3), curvature)
     first, second = (weight[:2] / scale).tolist()
     return first, second, (weight[2] - weight[:2] @ (center / scale)).item()
