@@ -7,6 +7,7 @@ import ahop_layers as ah
 from ahop_layers.memory.learn import questions
 from ahop_layers.memory.learn.ranks import bin_edges, block_features, features, pools
 from ahop_layers.memory.learn.regression import Problem, solve
+from ahop_layers.memory.learn.solve import _preferences
 from ahop_layers.memory.variants import Replaced
 
 pytestmark = pytest.mark.usefixtures("small_fit")
@@ -98,6 +99,17 @@ def test_few_losses_are_needed_for_the_minimum(bounded, monkeypatch):
     optimizer.step(closure)
     assert loss(found) < loss(weight) + 1e-4
     assert len(evaluated) < 40
+
+
+def test_the_solution_that_fails_least_where_damage_is_heavy_is_preferred():
+    first = torch.arange(400) % 10 < 8
+    slightly, clearly = first.clone(), first.clone()
+    slightly[8], slightly[[0, 2, 4]] = True, False
+    clearly[8:60] = True
+    for other, number in ((slightly, 0), (clearly, 1)):
+        right = {"L1": ~first[None], "learned": torch.stack([first, other, ~first])}
+        assert _preferences(right, {"L1": 0}, ("L1",))[0] == ("learned", number)
+    assert _preferences({**right, "L1": torch.ones(1, 400)}, {"L1": 0}, ("L1",))[0] == ("L1", 0)
 
 
 @pytest.mark.slow

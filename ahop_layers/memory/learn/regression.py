@@ -207,10 +207,10 @@ def calibrated(problem: Problem, weight: Tensor) -> tuple[Tensor, float]:
 
 
 def solutions(problem: Problem, starts: Sequence[Tensor], penalty: Tensor | None = None) -> list[Tensor]:
-    """Solves from the best of several starts ``(f,)`` for the bounded likelihood, and for the likelihood alone.
+    """Solves from the best of several starts ``(f,)``: for the bounded likelihood, and for the likelihood alone.
 
-    The bounded likelihood is solved for weights of any sign, and for weights that are not negative. ``penalty (f,)`` is
-    by default the penalty of the problem.
+    The bounded likelihood is solved for weights of any sign, and for weights that are not negative. What is in the
+    middle of these two is returned first, then each of the three. ``penalty (f,)`` is by default that of the problem.
     """
     problem, deviation = problem.scaled()
     unit = deviation.masked_fill(deviation.isinf(), 0.0)
@@ -221,7 +221,7 @@ def solutions(problem: Problem, starts: Sequence[Tensor], penalty: Tensor | None
     likely = solve(problem, first, False, penalty)
     bounded = solve(problem, likely, True, penalty)
     positive = solve(problem, bounded.clamp(min=0.0), True, penalty, signed=False)
-    return [weight / deviation for weight in (bounded, likely, positive)]
+    return [weight / deviation for weight in ((bounded + positive) / 2, bounded, likely, positive)]
 
 
 def trial_loss(problem: Problem) -> float:

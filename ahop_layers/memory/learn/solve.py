@@ -350,6 +350,7 @@ def learn(
             break
     learner.similarity = similarity
     temperature = learner.take(chosen, number)
+    rows[chosen] = right[chosen][number, reported].double().mean().item()
     rows["intact records"] = found
     queries = int(reported.sum())
     return temperature, FitReport(tuple(rows.items()), chosen, queries, time.perf_counter() - began)
@@ -384,20 +385,23 @@ def _preferences(right: dict[str, Tensor], best: dict[str, int], available: Sequ
     """Orders scores by every second held-out query: names and numbers, the one to take first.
 
     ``right`` says by name whether each of several scores is right for each query, bool ``(scores, L)``, and ``best`` is
-    the number of the best score of each name. The names ``available`` are taken instead of ``"learned"`` if they are
-    better by more than a standard error, or if a learned score is not acceptable.
+    the number of the best score of each name. The first learned score fails least where damage is heavier than in most
+    queries: it is taken unless another learned one is better by more than two standard errors. The names ``available``
+    are taken if they are better than the best learned one by more than one, or if no learned score is acceptable.
     """
     if "learned" not in right:
         return [("start", 0)]
-    judged = {name: right[name][best[name], ::2].double() for name in ("learned", *available) if name in right}
+    judged = {name: each[:, ::2].double() for name, each in right.items()}
 
-    def is_better(name: str) -> bool:
-        more = judged[name] - judged["learned"]
-        return more.mean().item() > more.std(correction=0).item() / math.sqrt(len(more))
+    def is_better(score: Tensor, other: Tensor, errors: float) -> bool:
+        more = score - other
+        return more.mean().item() > errors * more.std(correction=0).item() / math.sqrt(len(more))
 
-    names = sorted(list(judged)[1:], key=lambda name: -judged[name].mean().item())
-    others = [(name, best[name]) for name in sorted(names, key=lambda name: not is_better(name))]
-    accuracy = right["learned"][:, ::2].double().mean(1)
-    learned = [("learned", number) for number in accuracy.argsort(descending=True, stable=True).tolist()]
-    before = sum(map(is_better, names))
-    return others[:before] + learned + others[before:]
+    learned = judged["learned"].mean(1).argsort(descending=True, stable=True).tolist()
+    first = judged["learned"][0]
+    learned.sort(key=lambda number: number > 0 and not is_better(judged["learned"][number], first, 2.0))
+    simple = [(name, best[name]) for name in available if name in right]
+    simple.sort(key=lambda each: -judged[each[0]][each[1]].mean().item())
+    better = [each for each in simple if is_better(judged[each[0]][each[1]], judged["learned"][learned[0]], 1.0)]
+    others = [each for each in simple if each not in better]
+    return [*better, *(("learned", number) for number in learned), *others]
