@@ -28,7 +28,8 @@ FLOOR = 0.01  # smallest scale of an intact value, relative to the range of its 
 STEPS = 8  # steps of expectation maximization
 SHARES = 0.001, 0.98  # smallest and largest share of wrong values in a row
 SUSPICIOUS = 0.5  # a value with a smaller probability of being intact is suspicious
-HELD = 256  # number of damaged patterns from which a fit learns
+HELD, HELD_ELEMENTS = 256, 2**16  # least number of damaged patterns from which a fit learns, number of their values
+MOST_HELD = 1024  # largest number of them
 FEWEST = 8  # patterns that are needed for it
 FAR = 2.0  # a value that is farther from the range of its column, in its lengths, is wrong
 LOWEST = -1e9  # score of a neighbor without a common value, finite
@@ -142,7 +143,8 @@ class Mixture(nn.Module):
         is_damage = any(map(callable, damage)) if isinstance(damage, (tuple, list)) else damage is not None
         damage = as_damage(damage).of_shape(stored.shape) if is_damage else any_damage(stored.shape, missing)
         generator = Generator(self.gate.device).manual_seed(seed ^ 0x2F6B1D03)
-        own = torch.randint(stored.count, (HELD,), generator=generator, device=generator.device)
+        held = max(HELD, min(MOST_HELD, HELD_ELEMENTS // stored.dim))
+        own = torch.randint(stored.count, (held,), generator=generator, device=generator.device)
         truth = stored.sample(own)
         query = damage.bind(truth)(truth, generator).to(stored.dtype)
         query = torch.where(query.isnan().all(-1, keepdim=True), truth, query)
