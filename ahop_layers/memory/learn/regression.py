@@ -1,5 +1,6 @@
 """Softmax regression: the weights of linear scores with which right candidates beat wrong ones, found by L-BFGS."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -44,12 +45,13 @@ class Problem(NamedTuple):
         A deviation is at least a hundredth of the largest one of its base: weights of nearly constant features would
         be so large that a score loses its precision.
         """
-        size = self.features.abs().amax((0, 1))
-        features = self.features - self.features.mean(1, keepdim=True)
-        deviation = features.square().mean((0, 1)).sqrt()
+        mean = self.features.mean(1, keepdim=True)
+        features = self.features - mean
+        deviation = torch.linalg.vector_norm(features, dim=(0, 1)) / math.sqrt(self.offset.numel())
         floor = torch.cat([0.01 * each.amax().expand(len(each)) for each in torch.split(deviation, self.sizes)])
-        deviation = torch.where(deviation > 1e-6 * size, torch.maximum(deviation, floor), torch.inf)  # or constant
-        return self._replace(features=features / deviation), deviation
+        varies = deviation > 1e-6 * mean.abs().amax((0, 1))
+        deviation = torch.where(varies, torch.maximum(deviation, floor), torch.inf)
+        return self._replace(features=features.div_(deviation)), deviation
 
     def means(self) -> Tensor:
         """Returns a vector ``(f,)`` that is 1 for the mean of each base, and 0 for its bins."""
@@ -200,12 +202,6 @@ def _newton_direction(gradient: Tensor, changes: Sequence[tuple[Tensor, Tensor, 
     return direction
 
 
-def calibrated(problem: Problem, weight: Tensor) -> tuple[Tensor, float]:
-    """Returns ``weight (f,)`` divided by the temperature of its scores, and the log-likelihood loss."""
-    temperature, loss = problem.temperature(problem.scores(weight))
-    return weight / temperature, loss
-
-
 def solutions(problem: Problem, starts: Sequence[Tensor], penalty: Tensor | None = None) -> list[Tensor]:
     """Solves from the best of several starts ``(f,)``: for the bounded likelihood, and for the likelihood alone.
 
@@ -216,9 +212,11 @@ def solutions(problem: Problem, starts: Sequence[Tensor], penalty: Tensor | None
     unit = deviation.masked_fill(deviation.isinf(), 0.0)
     scaled = [problem.means(), *(unit * start.to(unit) for start in starts)]
     some = problem.rows(slice(None, None, 4))
-    first = min((calibrated(some, weight) for weight in scaled), key=lambda pair: pair[1])[0]
+    scores = some.scores(torch.stack(scaled, -1)).movedim(-1, 0).contiguous()
+    found = [(*some.temperature(score), weight) for score, weight in zip(scores, scaled, strict=True)]
+    temperature, _, first = min(found, key=lambda each: each[1])
     penalty = problem.penalty() if penalty is None else penalty
-    likely = solve(problem, first, False, penalty)
+    likely = solve(problem, first / temperature, False, penalty)
     bounded = solve(problem, likely, True, penalty)
     positive = solve(problem, bounded.clamp(min=0.0), True, penalty, signed=False)
     return [weight / deviation for weight in ((bounded + positive) / 2, bounded, likely, positive)]
@@ -232,6 +230,6 @@ def trial_loss(problem: Problem) -> float:
     problem, _ = problem.scaled()
     halves, losses = [problem.rows(slice(start, None, 2)) for start in range(2)], []
     for fitted, held in (halves, halves[::-1]):
-        weight, _ = calibrated(fitted, problem.means())
+        weight = problem.means() / fitted.temperature(fitted.scores(problem.means()))[0]
         losses.append(held.losses(held.scores(solve(fitted, weight, False, fitted.penalty()))))
     return -torch.cat(losses).neg().expm1().mean().item()
