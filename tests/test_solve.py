@@ -104,12 +104,12 @@ def test_few_losses_are_needed_for_the_minimum(bounded, monkeypatch):
 def test_the_solution_that_fails_least_where_damage_is_heavy_is_preferred():
     first = torch.arange(400) % 10 < 8
     slightly, clearly = first.clone(), first.clone()
-    slightly[8], slightly[[0, 2, 4]] = True, False
+    slightly[[8, 18, 28]], slightly[0] = True, False
     clearly[8:60] = True
-    for other, number in ((slightly, 0), (clearly, 1)):
+    for other, errors, number in ((slightly, 2.0, 0), (clearly, 2.0, 1), (slightly, 0.0, 1)):
         right = {"L1": ~first[None], "learned": torch.stack([first, other, ~first])}
-        assert _preferences(right, {"L1": 0}, ("L1",))[0] == ("learned", number)
-    assert _preferences({**right, "L1": torch.ones(1, 400)}, {"L1": 0}, ("L1",))[0] == ("L1", 0)
+        assert _preferences(right, {"L1": 0}, ("L1",), errors)[0] == ("learned", number)
+    assert _preferences({**right, "L1": torch.ones(1, 400)}, {"L1": 0}, ("L1",), 2.0)[0] == ("L1", 0)
 
 
 @pytest.mark.slow

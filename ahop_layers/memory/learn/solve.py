@@ -162,6 +162,7 @@ class _Fixed:
     """A score ``(L, d), (N, d) -> (L, N)`` without weights to solve for: it is compared with simple scores."""
 
     available: tuple[str, ...] = ("start",)
+    errors = 0.0  # standard errors by which a learned score must be better than the first one to be preferred
 
     def __init__(
         self, similarity: Any, patterns: Tensor, labels: Tensor | None, asked: Questions, generator: torch.Generator
@@ -246,6 +247,7 @@ class _Auto:
     """
 
     available = ("L1", "trimmed L1", "Euclid", "dot product", "near")
+    errors = 2.0
 
     def __init__(
         self, similarity: AutoSimilarity, patterns: Tensor, labels: Tensor | None, asked: Questions,
@@ -339,7 +341,7 @@ def learn(
     best = {name: int(each[:, ::2].sum(1).argmax()) for name, each in right.items()}
     rows = {name: each[best[name], reported].double().mean().item() for name, each in right.items()}
     found = before = _intact_found(similarity, patterns)
-    for chosen, number in _preferences(right, best, learner.available):
+    for chosen, number in _preferences(right, best, learner.available, learner.errors):
         if chosen == "start":
             found = before
             break
@@ -381,13 +383,16 @@ def _starts(similarity: Solvable, edges: list[list[int]]) -> list[Tensor]:
     return starts
 
 
-def _preferences(right: dict[str, Tensor], best: dict[str, int], available: Sequence[str]) -> list[tuple[str, int]]:
+def _preferences(
+    right: dict[str, Tensor], best: dict[str, int], available: Sequence[str], errors: float
+) -> list[tuple[str, int]]:
     """Orders scores by every second held-out query: names and numbers, the one to take first.
 
     ``right`` says by name whether each of several scores is right for each query, bool ``(scores, L)``, and ``best`` is
     the number of the best score of each name. The first learned score fails least where damage is heavier than in most
-    queries: it is taken unless another learned one is better by more than two standard errors. The names ``available``
-    are taken if they are better than the best learned one by more than one, or if no learned score is acceptable.
+    queries: it is taken unless another learned one is better by more than ``errors`` standard errors. The names
+    ``available`` are taken if they are better than the best learned one by more than one, or if no learned score is
+    acceptable.
     """
     if "learned" not in right:
         return [("start", 0)]
@@ -399,7 +404,7 @@ def _preferences(right: dict[str, Tensor], best: dict[str, int], available: Sequ
 
     learned = judged["learned"].mean(1).argsort(descending=True, stable=True).tolist()
     first = judged["learned"][0]
-    learned.sort(key=lambda number: number > 0 and not is_better(judged["learned"][number], first, 2.0))
+    learned.sort(key=lambda number: number > 0 and not is_better(judged["learned"][number], first, errors))
     simple = [(name, best[name]) for name in available if name in right]
     simple.sort(key=lambda each: -judged[each[0]][each[1]].mean().item())
     better = [each for each in simple if is_better(judged[each[0]][each[1]], judged["learned"][learned[0]], 1.0)]
