@@ -133,7 +133,7 @@ def attention(draw: Draw) -> None:
     padding[:, 0] = False  # a fully masked row is NaN in nn.MultiheadAttention
     causal = torch.ones(length, length, dtype=torch.bool).triu(1)
     masks = {"attn_mask": causal} if draw.integer(0, 1) else {"key_padding_mask": padding}
-    agree(adaptive, plain, lambda layer: layer(x, x, x, **masks)[0], f"attention {heads} x {d} {options}")
+    agree(draw, adaptive, plain, lambda layer, x: layer(x, x, x, **masks)[0], x, f"attention {heads} x {d} {options}")
 
 
 def hopfield_layers(draw: Draw) -> None:
@@ -147,14 +147,19 @@ def hopfield_layers(draw: Draw) -> None:
     adaptive = getattr(ah, f"Adaptive{name}")(**options, blocks=draw.blocks(d)).eval()
     x = draw.normal(draw.integer(1, 3), draw.integer(1, 12), heads * d)
     mask = None if name == "HopfieldLayer" else draw.mask(*x.shape[:2])
-    agree(adaptive, plain, lambda layer: layer(x, stored_pattern_padding_mask=mask), f"{name} {options}")
+    agree(draw, adaptive, plain, lambda layer, x: layer(x, stored_pattern_padding_mask=mask), x, f"{name} {options}")
 
 
-def agree(adaptive: nn.Module, plain: nn.Module, call: Callable[[nn.Module], Tensor], what: str) -> None:
-    """Raises unless an adaptive layer with the weights of a plain one computes the same."""
+def agree(
+    draw: Draw, adaptive: nn.Module, plain: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], x: Tensor, what: str
+) -> None:
+    """Raises unless an adaptive layer with the weights of a plain one computes the same for ``x``."""
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, std=0.5, generator=draw.generator)
     adaptive.load_state_dict(plain.state_dict())
     with torch.no_grad():
-        check(relative_error(call(adaptive), call(plain).double()), 0.0, what)
+        exact = call(copy.deepcopy(plain).double(), x.double())
+        check(*(relative_error(call(layer, x), exact) for layer in (adaptive, plain)), what)
 
 
 def packed_bags(draw: Draw) -> None:
