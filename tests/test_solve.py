@@ -232,6 +232,16 @@ def test_both_kinds_of_the_default_damage_are_in_every_split_of_the_queries():
     assert 0.3 < missing[1::2].mean() < 0.6
 
 
+@pytest.mark.parametrize(("labels", "noisy"), [(None, True), (torch.arange(40), True), (torch.arange(40) // 4, False)])
+def test_only_queries_for_copies_of_themselves_have_noise(monkeypatch, labels, noisy):
+    """Other patterns of a class differ as queries do; a fit learns from them that equal values are intact."""
+    drawn = []
+    monkeypatch.setattr(questions, "draw", lambda *given, draw=questions.draw: drawn.append(draw(*given)) or drawn[-1])
+    ah.AssociativeMemory((uniform(40, 8) > 0.5).float(), labels=labels).fit()
+    query = drawn[0].query.nan_to_num(0.5)
+    assert bool(((query < 0) | (query > 1)).any()) == noisy
+
+
 def test_unknown_values_of_queries_give_the_features_of_unknown_values_of_pairs():
     """Pools for each query, if all patterns are complete, and the stretch of each pair otherwise."""
     query, patterns = torch.randn(6, 9), torch.randn(5, 9)

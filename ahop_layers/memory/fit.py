@@ -58,7 +58,8 @@ def fit(
     stored, similarity, device = scorer.stored, scorer.similarity, scorer.stored.patterns.device
     show("drawing queries")
     if damage is None:
-        damage = questions.any_damage(stored.shape, getattr(similarity, "allows_missing", False))
+        missing, copies = getattr(similarity, "allows_missing", False), not (by_label and stored.shares_classes)
+        damage = questions.any_damage(stored.shape, missing, copies)
     data = _read_damage(damage, scorer, by_label)
     # Another seed: patterns that a user drew with this one would be values that replace others.
     generator = torch.Generator(device).manual_seed(seed ^ 0x5851F42D4C957F2D)

@@ -140,13 +140,14 @@ class Mixture(nn.Module):
         if stored.count < FEWEST:
             self.gate = torch.zeros_like(self.gate)
             return None
+        by_label = by_label and stored.shares_classes
         is_damage = any(map(callable, damage)) if isinstance(damage, (tuple, list)) else damage is not None
-        damage = as_damage(damage).of_shape(stored.shape) if is_damage else any_damage(stored.shape, missing)
+        damage = as_damage(damage if is_damage else any_damage(stored.shape, missing, not by_label))
         generator = Generator(self.gate.device).manual_seed(seed ^ 0x2F6B1D03)
         held = max(HELD, min(MOST_HELD, HELD_ELEMENTS // stored.dim))
         own = torch.randint(stored.count, (held,), generator=generator, device=generator.device)
         truth = stored.sample(own)
-        query = damage.bind(truth)(truth, generator).to(stored.dtype)
+        query = damage.of_shape(stored.shape).bind(truth)(truth, generator).to(stored.dtype)
         query = torch.where(query.isnan().all(-1, keepdim=True), truth, query)
 
         def neighbors(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,8 +168,6 @@ class Mixture(nn.Module):
 
         def tried(gate: int) -> Tensor:
             return self.mix(stored, rows, logits.to(unit.dtype), indices, spread, gate)[0]
-
-        by_label = by_label and 1 < len(stored.given_classes().labels) < stored.count
 
         def right(values: Tensor) -> Tensor:
             if by_label:

@@ -100,6 +100,11 @@ class Stored:
             raise AHopError("the memory must have labels, got none: use AssociativeMemory(patterns, labels=...)")
         return self.classes
 
+    @property
+    def shares_classes(self) -> bool:
+        """Whether there are several classes, of two patterns or more on average."""
+        return self.classes is not None and 1 < len(self.classes.labels) <= self.count // 2
+
     def class_of(self, index: Tensor) -> Tensor:
         """Returns the class of each pattern ``index (...)``."""
         return self.given_classes().of_pattern[index]

@@ -47,23 +47,24 @@ class Questions(NamedTuple):
 class Anything(Variant):
     """Damages each query by one of two variants at random, after a little noise.
 
-    By default, a share between none and most of the values is replaced, or missing. Half of the queries have noise of
-    up to a tenth of the deviation of their dimension.
+    By default, a share between none and most of the values is replaced, or missing. If they are ``noisy``, half of the
+    queries have noise of up to a tenth of the deviation of their dimension.
 
     >>> query = Anything().bind(torch.rand(5, 10))(torch.rand(4, 10))
     >>> query.shape, query.isfinite().any(-1).all()
     (torch.Size([4, 10]), tensor(True))
     """
 
-    def __init__(self, *either: Variant, deviation: Tensor | float = 0.0) -> None:
+    def __init__(self, *either: Variant, noisy: bool = True, deviation: Tensor | float = 0.0) -> None:
         self.either = either or (Replaced((0.0, MOST_DAMAGED)), Missing((0.0, MOST_DAMAGED)))
-        self.deviation = deviation
+        self.noisy, self.deviation = noisy, deviation
 
     def bind(self, patterns: Tensor) -> Variant:
         """Takes the range and the deviation of values from the patterns."""
         center = patterns.nanmean(0)
         deviation = (patterns - center).square().nanmean(0).sqrt().nan_to_num(0.0)
-        return Anything(*(each.bind(patterns) for each in self.either), deviation=deviation)
+        bound = (each.bind(patterns) for each in self.either)
+        return Anything(*bound, noisy=self.noisy, deviation=deviation * self.noisy)
 
     def __call__(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
         """Damages each row of ``origin (n, d)``."""
@@ -76,16 +77,18 @@ class Anything(Variant):
         return query
 
 
-def any_damage(shape: Sequence[int], missing: bool = True) -> Variant:
+def any_damage(shape: Sequence[int], missing: bool = True, copies: bool = True) -> Variant:
     """Returns the damage that is assumed for patterns of a ``shape`` if none is given.
 
-    Values are replaced or, if they may be, ``missing``; images are covered or have replaced pixels.
+    Values are replaced or, if they may be, ``missing``; images are covered or have replaced pixels. Queries that ask
+    for the patterns they are ``copies`` of are noisy, or only equal values would count as intact. Other patterns of a
+    class differ as queries will, and with noise a fit would not learn what equal values say.
     """
     replaced = Replaced((0.0, MOST_DAMAGED))
     if len(shape) < 2:
-        return Anything() if missing else Anything(replaced, replaced)
+        return Anything(noisy=copies) if missing else Anything(replaced, replaced, noisy=copies)
     channels, height, width = (1, *shape)[-3:]
-    return Anything(Covered((0.0, MOST_COVERED), height, width, channels), replaced)
+    return Anything(Covered((0.0, MOST_COVERED), height, width, channels), replaced, noisy=copies)
 
 
 def draw(
