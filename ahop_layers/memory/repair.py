@@ -21,7 +21,7 @@ from ahop_layers.memory.search import Queries, Scorer
 from ahop_layers.memory.storage import Stored
 from ahop_layers.memory.variants import as_damage
 
-NEIGHBORS = 32  # most neighbors of a row
+NEIGHBORS, IMAGES = 32, 8  # most neighbors of a row, and of an image: the mean of more images is blurred
 EVEN = 0.1  # share of the weight that all neighbors have alike, or one alone would call right values wrong
 TEMPER = 0.5  # power of the likelihood: values of a row depend on each other, and count less than if they did not
 FLOOR = 0.01  # smallest scale of an intact value, relative to the range of its column
@@ -68,7 +68,7 @@ class Mixture(nn.Module):
         if torch.compiler.is_compiling():  # a compiled graph does not look for NaN
             asked = asked._replace(missing=asked.missing or getattr(scorer.similarity, "allows_missing", False))
         given = as_tensor("queries x", x, stored.patterns.device, stored.columns)
-        spread, gate, k = self.spread, self.gate, min(NEIGHBORS, stored.count)  # a fit in another thread changes them
+        spread, gate, k = self.spread, self.gate, _neighbors(stored)  # a fit in another thread changes them
         rows = given.reshape(-1, stored.dim).to(spread.dtype)
         parts, size = [], max(1, CHUNK_NEAR // (k * stored.dim))
         for some, values in zip(torch.split(asked.rows, size), torch.split(rows, size), strict=True):
@@ -152,7 +152,7 @@ class Mixture(nn.Module):
 
         def neighbors(rows: Tensor) -> tuple[Tensor, Tensor]:
             asked = Queries(scorer.within_reach(rows), missing and (stored.unknown or bool(rows.isnan().any())), ())
-            scores, indices = scorer.search(asked, min(NEIGHBORS, stored.count - 1) + 1)
+            scores, indices = scorer.search(asked, min(_neighbors(stored) + 1, stored.count))
             others = indices != own[:, None]
             others[:, -1] &= ~others.all(-1)
             return beta * scores[others].reshape(len(rows), -1), indices[others].reshape(len(rows), -1)
@@ -182,6 +182,11 @@ class Mixture(nn.Module):
         left = (error(tried(gate)) / error(tried(CLOSED)).clamp(min=1e-9)).item()
         self.spread, self.gate = spread, torch.full_like(self.gate, gate if left < 1 else CLOSED)
         return min(left, 1.0)
+
+
+def _neighbors(stored: Stored) -> int:
+    """Returns the number of neighbors that repair a pattern."""
+    return min(IMAGES if len(stored.shape) > 1 else NEIGHBORS, stored.count)
 
 
 class Repair(nn.Module):
