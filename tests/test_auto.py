@@ -284,6 +284,17 @@ def test_a_value_far_from_all_patterns_changes_neither_hits_nor_confidence(value
     torch.testing.assert_close(memory.explain(known).sum(-1), hits.scores[:, 0], rtol=1e-4, atol=1e-4)
 
 
+def test_a_value_counts_as_a_tenth_of_the_range_beyond_the_patterns_at_most():
+    """Many spikes together would decide a score with products otherwise."""
+    memory = fitted()
+    assert memory.similarity.is_unbounded
+    (low, high), query = memory.patterns.aminmax(dim=0), memory.patterns[:9].clone()
+    query[:, 1:] = high[1:] + (high - low)[1:] / 10
+    scores = memory.search(query).scores
+    query[:, 1:] = high[1:] + 3 * (high - low)[1:]
+    torch.testing.assert_close(memory.search(query).scores, scores)
+
+
 def test_patterns_that_are_added_far_from_the_others_are_found():
     memory = ah.AssociativeMemory(torch.rand(100, 8, generator=torch.Generator().manual_seed(0)))
     memory.fit()

@@ -93,6 +93,7 @@ def test_a_search_that_fails_is_answered_alone():
 
 def test_hits_of_a_fitted_memory_have_a_confidence_and_are_explained(small_fit):
     rows = torch.rand(60, 8, generator=torch.Generator().manual_seed(0))
+    rows[1::2] = 0.5 + rows[1::2] / 2
     memory = ah.AssociativeMemory(rows, labels=["a", "b"] * 30, ids=range(60))
     memory.fit(seed=0)
     with service(memory) as (send, _):

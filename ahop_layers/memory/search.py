@@ -20,6 +20,7 @@ CHUNK_ELEMENTS = 2**21  # number of elements of the patterns that are scored at 
 GPU_CHUNK_ELEMENTS = 2**26  # the same on a GPU, where each call has a fixed cost
 CHUNK_SCORES = 2**23  # number of scores that are stored at once where the scores of all patterns are needed
 PREPARED_ELEMENTS = 2**28  # most elements of the patterns that a similarity prepares: 1 GiB in float32
+BEYOND = 0.1  # share of the range of a dimension: a value that is farther beyond the stored ones is clamped
 
 
 class Queries(NamedTuple):
@@ -84,9 +85,9 @@ class Scorer(NamedTuple):
         return self.clamped(rows) if getattr(self.similarity, "is_unbounded", False) else rows
 
     def clamped(self, rows: Tensor) -> Tensor:
-        """Clamps values that are farther from the stored ones than these are from each other.
+        """Clamps values that are farther beyond the stored ones than ``BEYOND`` of their range.
 
-        Such a value is wrong, however far away it is, and must not decide a score alone.
+        Such a value is wrong, however far away it is, and must not decide a score, alone or with others.
         """
         low, high = self.stored.keep("reach", self._reach)
         return rows.clamp(low.to(rows.dtype), high.to(rows.dtype))
@@ -98,7 +99,7 @@ class Scorer(NamedTuple):
         if self.stored.shards is not None:
             low, high = self.stored.shards.gather(low).amin(0), self.stored.shards.gather(high).amax(0)
         span = high - low
-        span = torch.where(span > 0, span, span.max().clamp(min=0))
+        span = BEYOND * torch.where(span > 0, span, span.max().clamp(min=0))
         nothing = low > high
         return (low - span).masked_fill(nothing, -torch.inf), (high + span).masked_fill(nothing, torch.inf)
 
