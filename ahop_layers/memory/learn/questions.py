@@ -80,16 +80,15 @@ class Anything(Variant):
 def any_damage(shape: Sequence[int], missing: bool = True, copies: bool = True) -> Variant:
     """Returns the damage that is assumed for patterns of a ``shape`` if none is given.
 
-    Values are replaced or, if they may be, ``missing``; images are covered or have replaced pixels. Rows that ask for
-    what they are ``copies`` of are noisy, or only equal values would count as intact. Other rows of a class differ as
-    queries will, and with noise a fit would not learn what equal values say. Images are noisy: without noise they are
-    found more often if pixels are replaced, and much less often if large parts are covered.
+    Values are replaced or, if they may be, ``missing``; images are covered or have replaced pixels. Queries that ask
+    for the patterns they are ``copies`` of are noisy, or only equal values would count as intact. Other patterns of a
+    class differ as queries will, and with noise a fit would not learn what equal values say.
     """
     replaced = Replaced((0.0, MOST_DAMAGED))
     if len(shape) < 2:
         return Anything(noisy=copies) if missing else Anything(replaced, replaced, noisy=copies)
     channels, height, width = (1, *shape)[-3:]
-    return Anything(Covered((0.0, MOST_COVERED), height, width, channels), replaced)
+    return Anything(Covered((0.0, MOST_COVERED), height, width, channels), replaced, noisy=copies)
 
 
 def draw(
