@@ -70,11 +70,14 @@ def test_damaged_rows_come_nearer_to_the_truth(memory, fit, kind, left):
 
 
 def test_a_row_without_suspicion_keeps_its_values_and_unknown_ones_are_filled(memory):
-    assert torch.equal(memory.repair(CLEAN).values, CLEAN)
-    known = torch.arange(DIM) != 3
-    values = memory.repair(CLEAN.where(known, torch.nan)).values
-    assert torch.equal(values[:, known], CLEAN[:, known])
-    assert (values - CLEAN)[:, 3].abs().mean() < 0.3 * CLEAN[:, 3].std()
+    values, intact = memory.repair(CLEAN)
+    calm = (intact > 0.5).all(1) & ((1 - intact).sum(1) < 1)
+    assert calm.sum() > 0.9 * len(CLEAN)
+    assert torch.equal(values[calm], CLEAN[calm])
+    rows, known = CLEAN[calm], torch.arange(DIM) != 3
+    values = memory.repair(rows.where(known, torch.nan)).values
+    assert torch.equal(values[:, known], rows[:, known])
+    assert (values - rows)[:, 3].abs().mean() < 0.3 * rows[:, 3].std()
 
 
 @pytest.mark.parametrize("value", [1e4, -1e30])
@@ -122,12 +125,12 @@ def test_data_frames_bytes_images_and_unknown_patterns():
 
 def test_chunks_and_a_long_shortlist_do_not_change_the_result(memory, monkeypatch):
     whole = memory.repair(QUERY)
-    monkeypatch.setattr(repair, "CHUNK_NEAR", 32 * DIM * 7)
+    monkeypatch.setattr(repair, "CHUNK_NEAR", 16 * DIM * 7)
     for first, second in zip(memory.repair(QUERY), whole, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
     pytest.importorskip("faiss")
     torch.testing.assert_close(ah.Repair(memory, 299)(QUERY), whole.values, rtol=1e-3, atol=1e-3)
-    refuses("shortlist must be at least k = 32, got 9", memory.repair, QUERY, 9)
+    refuses("shortlist must be at least k = 16, got 9", memory.repair, QUERY, 9)
 
 
 def test_gradients_reach_the_query_and_the_network_also_under_autocast(memory):
