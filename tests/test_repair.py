@@ -125,12 +125,12 @@ def test_data_frames_bytes_images_and_unknown_patterns():
 
 def test_chunks_and_a_long_shortlist_do_not_change_the_result(memory, monkeypatch):
     whole = memory.repair(QUERY)
-    monkeypatch.setattr(repair, "CHUNK_NEAR", 16 * DIM * 7)
+    monkeypatch.setattr(repair, "CHUNK_NEAR", 32 * DIM * 7)
     for first, second in zip(memory.repair(QUERY), whole, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
     pytest.importorskip("faiss")
     torch.testing.assert_close(ah.Repair(memory, 299)(QUERY), whole.values, rtol=1e-3, atol=1e-3)
-    refuses("shortlist must be at least k = 16, got 9", memory.repair, QUERY, 9)
+    refuses("shortlist must be at least k = 32, got 9", memory.repair, QUERY, 9)
 
 
 def test_gradients_reach_the_query_and_the_network_also_under_autocast(memory):

@@ -21,7 +21,7 @@ from ahop_layers.memory.search import Queries, Scorer
 from ahop_layers.memory.storage import Stored
 from ahop_layers.memory.variants import as_damage
 
-NEIGHBORS, IMAGES = 16, 8  # most neighbors of a row, and of an image: the mean of more images is blurred
+NEIGHBORS, IMAGES = 32, 8  # most neighbors of a row, and of an image: the mean of more images is blurred
 EVEN = 0.1  # share of the weight that all neighbors have alike, or one alone would call right values wrong
 TEMPER = 0.5  # power of the likelihood: values of a row depend on each other, and count less than if they did not
 FLOOR = 0.01  # smallest scale of an intact value, relative to the range of its column
