@@ -76,18 +76,17 @@ def _numerics() -> Iterator[None]:
 @pytest.fixture
 def small_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Solves fits of a memory from few queries, candidates and steps."""
-    from ahop_layers.memory.learn import questions, regression, solve
+    from ahop_layers.memory.learn import candidates, members, questions, regression
 
     sizes = {
         "QUERIES": 128,
         "MOST_QUERIES": 128,
         "TRIAL_QUERIES": 64,
-        "TRIAL_CANDIDATES": 32,
         "CANDIDATES": 64,
         "STEPS": 30,
     }
     for name, value in sizes.items():
-        for module in (questions, regression, solve):
+        for module in (candidates, members, questions, regression):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
 

@@ -164,8 +164,8 @@ def test_arguments_of_shortlists():
 
 @faiss
 def test_auto_searches_all_patterns_where_no_shortlist_keeps_the_recall(small_fit, monkeypatch):
-    monkeypatch.setattr("ahop_layers.memory.fit.SHORTLIST_COST", 1)
-    monkeypatch.setattr("ahop_layers.memory.fit.LONGEST_SHORTLIST", 32)
+    monkeypatch.setattr("ahop_layers.memory.search.SHORTLIST_COST", 1)
+    monkeypatch.setattr("ahop_layers.memory.search.LONGEST_SHORTLIST", 32)
     memory = ah.AssociativeMemory(patterns(600))
     memory.build_codes(8)
     report = memory.fit(ah.variants.Replaced(0.9, low=-4.0, high=4.0))
@@ -175,7 +175,7 @@ def test_auto_searches_all_patterns_where_no_shortlist_keeps_the_recall(small_fi
 
 @faiss
 def test_auto_keeps_the_recall_that_the_report_says(small_fit, tmp_path, monkeypatch):
-    monkeypatch.setattr("ahop_layers.memory.fit.SHORTLIST_COST", 1)
+    monkeypatch.setattr("ahop_layers.memory.search.SHORTLIST_COST", 1)
     stored = patterns(1500)
     memory = ah.AssociativeMemory(stored)
     refuses("needs memory.build_codes", memory.search, stored, 1, "auto")
@@ -205,7 +205,7 @@ def test_codes_follow_the_score():
     memory, rates = ah.AssociativeMemory(patterns(1500, 16)), []
     memory.build_codes()
     for width in (0.03, 3.0):
-        memory.similarity.set_([("near", 0.1)], [width], None, torch.ones(1, 16))
+        memory.similarity.set_([("near", 0.1)], [width], torch.ones(1, 16))
         memory.build_codes()
         rates.append(memory._scorer().codes().rate.log2().mean())
     assert rates[1] < rates[0] - 1.5

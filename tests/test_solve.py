@@ -5,6 +5,7 @@ import torch
 
 import ahop_layers as ah
 from ahop_layers.memory.learn import questions
+from ahop_layers.memory.learn.members import Trial
 from ahop_layers.memory.learn.ranks import bin_edges, block_features, features, pools
 from ahop_layers.memory.learn.regression import Problem, solve
 from ahop_layers.memory.learn.solve import _preferences
@@ -101,15 +102,33 @@ def test_few_losses_are_needed_for_the_minimum(bounded, monkeypatch):
     assert len(evaluated) < 40
 
 
+def trial(member, name="learned"):
+    return Trial(name, member, lambda similarity: None)
+
+
 def test_the_solution_that_fails_least_where_damage_is_heavy_is_preferred():
     first = torch.arange(400) % 10 < 8
     slightly, clearly = first.clone(), first.clone()
     slightly[[8, 18, 28]], slightly[0] = True, False
     clearly[8:60] = True
-    for other, errors, number in ((slightly, 2.0, 0), (clearly, 2.0, 1), (slightly, 0.0, 1)):
-        right = {"L1": ~first[None], "learned": torch.stack([first, other, ~first])}
-        assert _preferences(right, {"L1": 0}, ("L1",), errors)[0] == ("learned", number)
-    assert _preferences({**right, "L1": torch.ones(1, 400)}, {"L1": 0}, ("L1",), 2.0)[0] == ("L1", 0)
+    trials = [trial("L1", "L1"), *(trial("near") for _ in range(3))]
+    for other, errors, number in ((slightly, 2.0, 1), (clearly, 2.0, 2), (slightly, 0.0, 2)):
+        right = torch.stack([~first, first, other, ~first])
+        order = _preferences(trials, right, errors)
+        assert order[0] == number
+        assert sorted(order) == list(range(4))
+    assert _preferences(trials, torch.cat([torch.ones(1, 400, dtype=torch.bool), right[1:]]), 2.0)[0] == 0
+
+
+def test_a_member_that_costs_more_must_be_better_by_a_standard_error():
+    cheap = torch.arange(400) % 10 < 8
+    equal, better = cheap.roll(1), cheap.clone()
+    better[8:40] = True
+    trials = [trial("cheap"), trial("dear"), trial("dearest")]
+    assert _preferences(trials, torch.stack([cheap, equal, equal]), 2.0)[0] == 0
+    assert _preferences(trials, torch.stack([cheap, equal, better]), 2.0)[0] == 2
+    assert _preferences(trials, torch.stack([cheap, better, better]), 2.0)[0] == 1
+    assert _preferences(trials, torch.stack([equal & cheap, cheap, better]), 2.0)[0] == 2
 
 
 @pytest.mark.slow
@@ -128,8 +147,7 @@ def test_dimensions_in_different_units_get_units_of_their_own(monkeypatch):
     sizes = {
         "questions.QUERIES": 256,
         "questions.MOST_QUERIES": 256,
-        "solve.TRIAL_QUERIES": 256,
-        "solve.TRIAL_CANDIDATES": 96,
+        "members.TRIAL_QUERIES": 256,
     }
     for name, value in sizes.items():  # trials as by default: few queries say little about units
         monkeypatch.setattr(f"ahop_layers.memory.learn.{name}", value)
@@ -249,6 +267,8 @@ def test_unknown_values_of_queries_give_the_features_of_unknown_values_of_pairs(
     query[0] = torch.nan
     candidates, bases, edges = torch.randint(5, (6, 4)), ("l1", ("near", 0.1), "dot"), [1, 3, 9]
     gaps = torch.cat([patterns, torch.full((1, 9), torch.nan)])  # a pattern that is no candidate
-    found, expected = (features(query, keys, candidates, bases, [1.0, 0.5, 1.0], edges) for keys in (patterns, gaps))
+    found, expected = (
+        features(query, keys, candidates, bases, [1.0, 0.5, 1.0], [edges] * 3) for keys in (patterns, gaps)
+    )
     torch.testing.assert_close(found, expected)
     assert (found[0] == 0).all()

@@ -1,8 +1,6 @@
 """Fitting a memory: queries are drawn or given, the similarity learns from them, and its confidence is calibrated."""
 
-import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,18 +16,17 @@ from ahop_layers.memory.learn import questions
 from ahop_layers.memory.learn.auto import AutoSimilarity
 from ahop_layers.memory.learn.candidates import some_patterns
 from ahop_layers.memory.learn.questions import Pairs
-from ahop_layers.memory.learn.solve import FitReport, Shortlist, learn
-from ahop_layers.memory.search import Scorer
+from ahop_layers.memory.learn.solve import FitReport, learn
+from ahop_layers.memory.search import Scorer, measure_shortlist
 from ahop_layers.memory.storage import Stored, read_values
 from ahop_layers.memory.variants import Variant, as_damage
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity.protocol import is_solvable
 
-BIAS_QUERIES = 8192  # number of queries from which a bias is estimated
 SHORTLIST_QUERIES = 128  # number of queries by which the length of a shortlist is chosen
-SHORTLIST_RECALL = 0.99  # share of what an exact search finds that it keeps
-SHORTEST_SHORTLIST, LONGEST_SHORTLIST = 2**5, 2**13
-SHORTLIST_COST = 32  # a pattern of a shortlist takes the time of so many in an exact search, because it is gathered
+JUDGED_PATTERNS = 2**16  # most stored patterns among which held-out queries are searched for
+JUDGED_ELEMENTS = 2**24  # most values of these patterns
+BIAS_QUERIES = 8192  # number of queries from which a bias is estimated
 
 
 @contextmanager
@@ -64,30 +61,39 @@ def fit(
     # Another seed: patterns that a user drew with this one would be values that replace others.
     generator = torch.Generator(device).manual_seed(seed ^ 0x5851F42D4C957F2D)
     kept = some_patterns(stored.count, stored.dim, generator)
-
-    def some(kept: Tensor) -> tuple[Tensor, Tensor | None]:
-        return stored.sample(kept), stored.class_of(kept) if by_label else None
-
-    if isinstance(data, Variant):
-        patterns, own = some(kept)
-        data = data.bind(patterns)
-        # Weights of several views need more queries.
-        several = is_solvable(similarity) and len(similarity.parts()) > 1
-        count = questions.MOST_QUERIES if several else questions.QUERIES
-        asked = questions.draw(data, patterns, own, generator, count)
-    else:
+    if isinstance(data, tuple):
         asked = questions.given(data, by_label, generator)
         if not by_label:  # the patterns that queries belong to are among those that are kept
-            kept = torch.unique(torch.cat([asked.origin, kept]))
+            kept = torch.cat([asked.origin, kept])
+    kept = torch.unique(kept)  # in ascending order
+    judged, places = max(len(kept), min(JUDGED_PATTERNS, JUDGED_ELEMENTS // stored.dim)), None
+    if stored.count > judged:
+        more = torch.randperm(stored.count, generator=generator, device=device)[:judged]
+        places = torch.unique(torch.cat([kept, more]))
+    patterns = stored.chunk(0, stored.count) if places is None else stored.sample(places)
+    own = None if not by_label else stored.given_classes().of_pattern[slice(None) if places is None else places]
+    mined = kept if places is None else torch.searchsorted(places, kept)
+    mined_patterns, mined_labels = patterns[mined], None if own is None else own[mined]
+    if isinstance(data, Variant):
+        data = data.bind(mined_patterns)
+        # Weights of several views need more queries.
+        several = is_solvable(similarity) and len(similarity.parts()) > 1
+        number = questions.MOST_QUERIES if several else questions.QUERIES
+        asked = questions.draw(data, mined_patterns, mined_labels, generator, number)
+    else:
+        if not by_label:
             asked = asked._replace(origin=torch.searchsorted(kept, asked.origin))
-        patterns, own = some(kept)
-        asked = questions.with_intact(asked, patterns, generator)
+        asked = questions.with_intact(asked, mined_patterns, generator)
+    options: dict[str, Any] = {}
     bias = getattr(similarity, "bias", None)
-    if bias is not None and bias.requires_grad and not bias.any():
-        bias.copy_(_estimate_bias(*_bias_pairs(data, stored, by_label, generator)))
     if isinstance(similarity, AutoSimilarity):
-        asked = asked._replace(query=scorer.clamped(asked.query))
-    temperature, report = learn(similarity, patterns, own, asked, generator, show)
+        if not isinstance(data, Variant) or data.shifts:
+            options["biases"] = _possible_biases(*_bias_pairs(data, stored, by_label, generator), *stored.limits())
+    elif bias is not None and bias.requires_grad and not bias.any():
+        bias.copy_(_estimate_bias(*_bias_pairs(data, stored, by_label, generator))[0])
+    temperature, report = learn(
+        similarity, patterns, own, asked, generator, show, mined=mined, count=stored.count, **options
+    )
     asked_for = data
     if stored.classes is not None and not by_label and not isinstance(data, Variant):
         data = stored.class_of(data[0]), data[1]
@@ -98,37 +104,12 @@ def fit(
         show("measuring shortlists")
         stored.drop("codes")
         scorer.codes(len(codes.rate))
-        report = report._replace(shortlist=_measure_shortlist(scorer, asked_for, by_label, generator))
+        if isinstance(asked_for, Variant):
+            origin = torch.randint(stored.count, (SHORTLIST_QUERIES,), generator=generator)
+            asked_for = origin, asked_for(stored.sample(origin), generator)
+        origin, rows = (each[:SHORTLIST_QUERIES] for each in asked_for)
+        report = report._replace(shortlist=measure_shortlist(scorer, None if by_label else origin, rows))
     return temperature, calibrated, report
-
-
-def _measure_shortlist(scorer: Scorer, data: Variant | Pairs, by_label: bool, generator: torch.Generator) -> Shortlist:
-    """Finds a length that keeps the recall SHORTLIST_RECALL with damaged queries.
-
-    It is the number of all patterns if no length does, or if an exact search takes no longer.
-    A query for which an exact search finds another pattern than the one it was made of does not count.
-    """
-    stored = scorer.stored
-    if isinstance(data, Variant):
-        origin = torch.randint(stored.count, (SHORTLIST_QUERIES,), generator=generator)
-        data = origin, data(stored.sample(origin), generator)
-    origin, rows = (each[:SHORTLIST_QUERIES] for each in data)
-    asked = scorer.queries(rows, "fit")
-
-    def search(shortlist: int | None) -> tuple[Tensor, float]:
-        began = time.perf_counter()
-        found = scorer.search(asked, 1, shortlist)[1]
-        return found, (time.perf_counter() - began) / len(rows)
-
-    best, exact_seconds = search(None)
-    at = scorer.nearest(asked.rows, min(LONGEST_SHORTLIST, stored.count)) == best
-    rank = torch.where(at.any(1), at.int().argmax(1), stored.count)
-    rank = rank if by_label or not (right := best[:, 0] == origin).any() else rank[right]
-    needed = rank.sort().values[max(0, math.ceil(SHORTLIST_RECALL * len(rank)) - 1)].item() + 1
-    length = 2 ** math.ceil(math.log2(max(needed, SHORTEST_SHORTLIST)))
-    length = length if SHORTLIST_COST * length < stored.count else stored.count
-    recall = 1.0 if length == stored.count else (rank < length).double().mean().item()
-    return Shortlist(length, recall, search(length)[1], exact_seconds)
 
 
 def _read_damage(damage: Any, scorer: Scorer, by_label: bool) -> Variant | Pairs:
@@ -173,8 +154,15 @@ def _bias_pairs(data: Variant | Pairs, stored: Stored, by_label: bool, generator
     return (sums / classes.counts[:, None]).to(stored.dtype)[index], query
 
 
-def _estimate_bias(origin: Tensor, query: Tensor) -> Tensor:
-    """Returns the bias ``(d,)`` of the least-squares solution of ``query = a * origin + bias``, for ``(n, d)``.
+def _possible_biases(origin: Tensor, query: Tensor, low: Tensor, high: Tensor) -> list[Tensor]:
+    """Returns estimates of the bias ``(d,)``: values that are wrong have the mean 0, or the middle of the range."""
+    bias, slope = _estimate_bias(origin, query)
+    middle = ((low + high) / 2).to(bias).nan_to_num(0.0)
+    return [bias, bias - (1 - slope) * middle]
+
+
+def _estimate_bias(origin: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the bias ``(d,)`` of the least-squares solution of ``query = a * origin + bias``, for ``(n, d)``, and a.
 
     ``a`` is a scalar: masking and noise shrink the correlation with the pattern, but do not shift the mean. With a
     single pattern it is unidentifiable, and 1.
@@ -187,4 +175,4 @@ def _estimate_bias(origin: Tensor, query: Tensor) -> Tensor:
     total = deviation.square().nansum()
     varies = total > 1e-6 * origin.square().nansum()  # more than the rounding of the mean
     slope = torch.where(varies, (deviation * query).nansum() / total, 1.0)
-    return (query.nanmean(0) - slope * mean).nan_to_num(0.0)
+    return (query.nanmean(0) - slope * mean).nan_to_num(0.0), slope

@@ -1,6 +1,7 @@
 """Search: queries are scored against what a memory stored at one moment, and the best patterns are its hits."""
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,8 +20,23 @@ QUERIES_AT_ONCE = 256  # number of queries that are scored at once where the sco
 CHUNK_ELEMENTS = 2**21  # number of elements of the patterns that are scored at once, to bound memory
 GPU_CHUNK_ELEMENTS = 2**26  # the same on a GPU, where each call has a fixed cost
 CHUNK_SCORES = 2**23  # number of scores that are stored at once where the scores of all patterns are needed
+SHORTLIST_RECALL = 0.99  # share of what an exact search finds that a measured shortlist keeps
+SHORTEST_SHORTLIST, LONGEST_SHORTLIST = 2**5, 2**13
+SHORTLIST_COST = 32  # a pattern of a shortlist takes the time of so many in an exact search, because it is gathered
 PREPARED_ELEMENTS = 2**28  # most elements of the patterns that a similarity prepares: 1 GiB in float32
-BEYOND = 0.1  # share of the range of a dimension: a value that is farther beyond the stored ones is clamped
+
+
+class Shortlist(NamedTuple):
+    """How many patterns ``shortlist="auto"`` scores, its recall of what an exact search finds, and seconds a query."""
+
+    length: int
+    recall: float
+    seconds: float
+    exact_seconds: float
+
+    def __str__(self) -> str:
+        times = f"{1e3 * self.seconds:.2f} ms a query, exact {1e3 * self.exact_seconds:.2f} ms"
+        return f"shortlist of {self.length}: recall {self.recall:.3f} of an exact search, {times}"
 
 
 class Queries(NamedTuple):
@@ -81,27 +97,18 @@ class Scorer(NamedTuple):
         return rows.to(dtype), batch, missing
 
     def within_reach(self, rows: Tensor) -> Tensor:
-        """Clamps ``rows (L, d)`` as :meth:`clamped` where a learned score does not saturate."""
-        return self.clamped(rows) if getattr(self.similarity, "is_unbounded", False) else rows
+        """Clamps ``rows (L, d)`` that are far beyond the stored patterns, where the similarity asks for it."""
+        within: Any = getattr(self.similarity, "within", None)
+        return rows if within is None else within(rows, *self.stored.keep("reach", self._limits))
 
-    def clamped(self, rows: Tensor) -> Tensor:
-        """Clamps values that are farther beyond the stored ones than ``BEYOND`` of their range.
-
-        Such a value is wrong, however far away it is, and must not decide a score, alone or with others.
-        """
-        low, high = self.stored.keep("reach", self._reach)
-        return rows.clamp(low.to(rows.dtype), high.to(rows.dtype))
-
-    def _reach(self) -> tuple[Tensor, Tensor]:
-        """Returns how far a value may be from the stored ones: its limits, ``(d,)`` each."""
-        low, high = self.stored.limits()
+    def _limits(self) -> tuple[Tensor, Tensor]:
+        """Returns the smallest and the largest value of each dimension ``(d,)``, of all ranks together."""
+        (low, high), shards = self.stored.limits(), self.stored.shards
+        if shards is None:
+            return low, high
         low, high = low.nan_to_num(torch.inf), high.nan_to_num(-torch.inf)
-        if self.stored.shards is not None:
-            low, high = self.stored.shards.gather(low).amin(0), self.stored.shards.gather(high).amax(0)
-        span = high - low
-        span = BEYOND * torch.where(span > 0, span, span.max().clamp(min=0))
-        nothing = low > high
-        return (low - span).masked_fill(nothing, -torch.inf), (high + span).masked_fill(nothing, torch.inf)
+        low, high = shards.gather(low).amin(0), shards.gather(high).amax(0)
+        return low.masked_fill(low > high, torch.nan), high.masked_fill(low > high, torch.nan)
 
     def check_missing(self, name: str) -> None:
         """Raises if the similarity cannot score pairs with missing values."""
@@ -230,6 +237,30 @@ class Scorer(NamedTuple):
         if not getattr(self.similarity, "is_fused", False) or self.stored.patterns.device.type != "cuda":
             return size
         return max(size, min(GPU_CHUNK_ELEMENTS // dim, CHUNK_SCORES // queries))
+
+
+def measure_shortlist(scorer: Scorer, origin: Tensor | None, rows: Tensor) -> Shortlist:
+    """Finds a length that keeps the recall SHORTLIST_RECALL with the damaged queries ``rows (L, d)``.
+
+    It is the number of all patterns if no length does, or if an exact search takes no longer. A query for which an
+    exact search finds another pattern than its ``origin (L,)`` does not count.
+    """
+    count, asked = scorer.stored.count, scorer.queries(rows, "fit")
+
+    def search(shortlist: int | None) -> tuple[Tensor, float]:
+        began = time.perf_counter()
+        found = scorer.search(asked, 1, shortlist)[1]
+        return found, (time.perf_counter() - began) / len(rows)
+
+    best, exact_seconds = search(None)
+    at = scorer.nearest(asked.rows, min(LONGEST_SHORTLIST, count)) == best
+    rank = torch.where(at.any(1), at.int().argmax(1), count)
+    rank = rank if origin is None or not (right := best[:, 0] == origin).any() else rank[right]
+    needed = rank.sort().values[max(0, math.ceil(SHORTLIST_RECALL * len(rank)) - 1)].item() + 1
+    length = 2 ** math.ceil(math.log2(max(needed, SHORTEST_SHORTLIST)))
+    length = length if SHORTLIST_COST * length < count else count
+    recall = 1.0 if length == count else (rank < length).double().mean().item()
+    return Shortlist(length, recall, search(length)[1], exact_seconds)
 
 
 def _largest_value(dtype: torch.dtype, dim: int) -> float:

@@ -42,6 +42,9 @@ class Variant(ABC):
     tensor([[-1., -1.]])
     """
 
+    shifts: bool = True
+    """Whether values may be moved by the same amount in all queries: then a fit looks for a bias."""
+
     @abstractmethod
     def __call__(self, origin: Tensor, generator: Generator | None = None) -> Tensor:
         """Damages each row of ``origin (..., d)``: ``(..., d)``. All random numbers come from ``generator``."""
@@ -98,6 +101,11 @@ class _Composed(Variant):
     """Applies several variants in order."""
 
     parts: tuple[Variant, ...]
+
+    @property
+    def shifts(self) -> bool:  # type: ignore[override]
+        """Whether one of the parts may."""
+        return any(part.shifts for part in self.parts)
 
     def bind(self, patterns: Tensor) -> Variant:
         """Binds every part."""
@@ -182,6 +190,8 @@ RULES = {"share": FRACTION, "mask": FRACTION, "noise": NOT_NEGATIVE, "std": NOT_
 
 class _Drawn(Variant):
     """A dataclass that checks its arguments, whose names say what they must be, and damages rows by ``_apply``."""
+
+    shifts = False
 
     def __post_init__(self) -> None:
         given: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
@@ -286,6 +296,11 @@ class Mixed(_Drawn):
     seed: int = 0
     low: float = -1.0
     high: float = 1.0
+
+    @property
+    def shifts(self) -> bool:  # type: ignore[override]
+        """Whether there is a bias."""
+        return bool(self.bias)
 
     def shift(self, patterns: Tensor) -> Tensor:
         """Returns the bias ``(d,)`` of every query of ``patterns (..., d)``; ``bias`` must be a number."""

@@ -109,12 +109,14 @@ class AdaptiveSimilarity(Restored):
         "units": "a positive number",
         "norm": "a number of at least 0",
     }
+    _optional: ClassVar[tuple[str, ...]] = ("units",)  # buffers (d,), empty in a state dict that has none
     w: nn.Parameter
     beta: nn.Parameter
     block_numbers: Tensor | None
     norm: Tensor | None
     widths: Tensor | None
     units: Tensor | None
+    bias: Tensor | None
     _gather: Tensor | None
 
     def __init__(
@@ -140,7 +142,10 @@ class AdaptiveSimilarity(Restored):
         self.register_buffer("block_numbers", None if numbers is None else numbers.to(self.w.device, copy=True))
         self.register_buffer("_gather", None, persistent=False)
         self.register_buffer("norm", torch.zeros((), **factory) if self.blocks.normalize else None)
-        self.bias = nn.Parameter(torch.empty(*heads, dim, **factory)) if debias else None
+        if debias:
+            self.bias = nn.Parameter(torch.empty(*heads, dim, **factory))
+        else:
+            self.register_buffer("bias", None)  # which a fit of a memory may set
         saturates = any(BASES[name].saturates for name in self.names)
         self.register_buffer("widths", torch.ones(len(self.bases), **factory) if saturates else None)
         self.register_buffer("units", None)
@@ -227,12 +232,13 @@ class AdaptiveSimilarity(Restored):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        self._mark_units(destination, prefix)
+        self._mark_absent(destination, prefix)
 
-    def _mark_units(self, destination: dict[str, Any], prefix: str) -> None:
-        """Adds empty units to the state dict of a similarity that could have units, but has none."""
-        if self.widths is not None and self.units is None:
-            destination[f"{prefix}units"] = self.widths.new_empty(0)
+    def _mark_absent(self, destination: dict[str, Any], prefix: str) -> None:
+        """Adds empty tensors to the state dict for buffers that this similarity could have, but has not."""
+        for name in self._optional:
+            if self.widths is not None and getattr(self, name) is None:
+                destination[prefix + name] = self.widths.new_empty(0)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Loads a state dict, and takes over its units, or that there are none, and other blocks of the same number.
@@ -255,12 +261,15 @@ class AdaptiveSimilarity(Restored):
         if count is not None and self.takes_blocks:
             self.take_blocks_(count)
             blocks = self.blocks
-        if "units" in given:
-            self.units = torch.empty_like(given["units"], device=next(self.parameters()).device)
-        elif self.widths is not None and self.units is None:
-            self.units = self.widths.new_empty(0)  # which are missing
+        for name in self._optional:
+            if name in given:
+                setattr(self, name, torch.empty_like(given[name], device=next(self.parameters()).device))
+            elif self.widths is not None and getattr(self, name) is None:
+                setattr(self, name, self.widths.new_empty(0))  # which is missing
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.units = self.units if self.units is not None and len(self.units) else None
+        for name in self._optional:
+            if (buffer := getattr(self, name)) is not None and not len(buffer):
+                setattr(self, name, None)
         self.blocks = blocks
         self._set_gather()
 

@@ -37,7 +37,7 @@ class LazyAdaptiveSimilarity(LazyModuleMixin, AdaptiveSimilarity):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}_extra_state"] = self.get_extra_state()  # which LazyModuleMixin omits
-        self._mark_units(destination, prefix)
+        self._mark_absent(destination, prefix)
 
     def reset_parameters(self) -> None:
         """Resets all parameters once their shapes are known."""

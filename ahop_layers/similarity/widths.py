@@ -69,3 +69,16 @@ def units(values: Tensor) -> Tensor:
     scale = torch.where(median > 0, median, mean)
     varies = scale > 0
     return torch.where(varies, scale, scale[varies].median() if varies.any() else 1.0)
+
+
+def beyond(low: Tensor, high: Tensor, reach: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Moves the limits ``(d,)`` of each dimension apart by a share of their distance; a constant one by the largest.
+
+    A dimension without a known value, whose limits are NaN, has no limits.
+
+    >>> beyond(torch.tensor([0.0, 5.0]), torch.tensor([10.0, 5.0]), 0.1)
+    (tensor([-1.,  4.]), tensor([11.,  6.]))
+    """
+    span = (high - low).nan_to_num(0.0)
+    span = reach * torch.where(span > 0, span, span.max())
+    return (low - span).nan_to_num(-torch.inf), (high + span).nan_to_num(torch.inf)

@@ -31,17 +31,23 @@ class Questions(NamedTuple):
         origin: the pattern that each query was made of ``(n,)``, or -1.
         label: the class that each query belongs to ``(n,)``, -1 if the pattern itself is to be found; None for all.
         fitted: the number of queries of the fit, the first ones. The others are held out.
+        intact: the number of queries without damage, the first ones of the fit.
     """
 
     query: Tensor
     origin: Tensor
     label: Tensor | None
     fitted: int
+    intact: int = 0
 
-    def part(self, rows: slice) -> "Questions":
+    def part(self, rows: slice | Tensor) -> "Questions":
         """Returns some of the queries."""
         label = None if self.label is None else self.label[rows]
         return Questions(self.query[rows], self.origin[rows], label, 0)
+
+    def held(self) -> "Questions":
+        """Returns the queries that are held out, or all damaged ones if none is."""
+        return self.part(slice(self.fitted if self.fitted < len(self.query) else self.intact, None))
 
 
 class Anything(Variant):
@@ -54,6 +60,8 @@ class Anything(Variant):
     >>> query.shape, query.isfinite().any(-1).all()
     (torch.Size([4, 10]), tensor(True))
     """
+
+    shifts = False
 
     def __init__(self, *either: Variant, noisy: bool = True, deviation: Tensor | float = 0.0) -> None:
         self.either = either or (Replaced((0.0, MOST_DAMAGED)), Missing((0.0, MOST_DAMAGED)))
@@ -140,4 +148,4 @@ def with_intact(asked: Questions, patterns: Tensor, generator: Generator) -> Que
     origin = torch.randint(len(patterns), (count,), generator=generator, device=patterns.device)
     label = None if asked.label is None else torch.cat([torch.full_like(origin, -1), asked.label])
     query = torch.cat([patterns[origin], asked.query.to(patterns.dtype)])
-    return Questions(query, torch.cat([origin, asked.origin]), label, count + asked.fitted)
+    return Questions(query, torch.cat([origin, asked.origin]), label, count + asked.fitted, count)

@@ -2,12 +2,12 @@
 
 import importlib.util
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
+from ahop_layers.memory.learn.threads import in_threads
 from ahop_layers.ops.operators import adaptive_similarity
 from ahop_layers.ops.reference import block_sums, known_blocks, pair_values, stretched
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
@@ -18,6 +18,8 @@ CPU_DIFFERENCES = 2**19  # number of differences that are held at once on a CPU,
 GPU_DIFFERENCES = 2**26
 GATHERED_ELEMENTS = 2**22  # number of elements of candidates that are gathered at once for a single operation
 
+Part = tuple[Tensor, Tensor]
+"""Some queries ``(l, d)``, and the indices of their candidates ``(l, C)``."""
 _NUMPY = importlib.util.find_spec("numpy") is not None
 
 
@@ -54,15 +56,14 @@ def sorted_similarities(
 ) -> tuple[Iterator[Tensor], Tensor | None]:
     """Similarities of each base in descending order, and the number of known dimensions, None if all are known.
 
-    Unknown values come last and are NaN. All bases except ``dot`` share one sort. ``("clip", q)`` is clipped L1, a
-    baseline.
+    Unknown values come last and are NaN. All bases except ``dot`` share one sort.
     """
     difference = (query - key).abs_()
     missing = difference.isnan()
     known = difference.shape[-1] - missing.sum(-1) if missing.any() else None
 
     def values() -> Iterator[Tensor]:
-        ascending = _sort_(difference)
+        ascending = _sort_(difference) if set(bases) != {"dot"} else difference
         for base, unit in zip(bases, widths, strict=True):
             if base == "dot":
                 yield -_sort_(-query * key)
@@ -71,7 +72,7 @@ def sorted_similarities(
             elif base == "dis":
                 yield -ascending.square()
             else:
-                yield (ascending / -unit).exp_() if base[0] == "near" else -ascending.clamp(max=unit)
+                yield (ascending / -unit).exp_()
 
     return values(), known
 
@@ -80,30 +81,40 @@ def _sort_(values: Tensor) -> Tensor:
     """Sorts in ascending order, NaN last; overwrites ``values`` on a CPU."""
     if not (_NUMPY and values.device.type == "cpu"):
         return values.sort(-1).values
-    parts = torch.tensor_split(values.flatten(0, -2), torch.get_num_threads())
-    with ThreadPoolExecutor(len(parts)) as pool:  # NumPy is about 15 times faster than PyTorch
-        list(pool.map(lambda part: part.numpy().sort(axis=-1), parts))
+    values.numpy().sort(axis=-1)  # about 15 times faster than PyTorch
     return values
 
 
 def features(
     query: Tensor, patterns: Tensor, candidates: Tensor, bases: Sequence[BaseArgument], widths: Sequence[float],
-    edges: list[int],
+    edges: Sequence[list[int]],
 ) -> Tensor:  # fmt: skip
     """Mean similarity of queries and their candidates over all ranks, then in each bin of ranks.
 
-    ``(L, d), (N, d), (L, C) -> (L, C, f)``; the features of the first base are the first.
+    ``(L, d), (N, d), (L, C) -> (L, C, f)``; the features of the first base are the first. ``edges`` are the edges of
+    each base.
     """
-    rows, pool, complete = [], pools(edges).to(query), not patterns.isnan().any()
-    for part, key in pairs(query, patterns, candidates):
-        values, known = sorted_similarities(part[:, None], key, bases, widths)
+    pool = {tuple(ends): pools(ends).to(query) for ends in edges}
+    complete = not patterns.isnan().any()
+    averages = query.new_empty(*candidates.shape, sum(1 + len(ends) for ends in edges))
+
+    def average(part: tuple[Tensor, Tensor, Tensor]) -> None:
+        own, key, result = part[0][:, None], gathered(patterns, part[1]), part[2]
+        values, known = sorted_similarities(own, key, bases, widths)
         if known is not None and complete:  # the same number for all candidates of a query
-            own = stretched(pool, known[:, :1].expand(-1, len(pool)))
-            own = own.mT.contiguous()  # a transposed batch is slow on ARM
-            rows.append(torch.cat([x.nan_to_num(0.0) @ own for x in values], -1))
+            stretch = {
+                ends: stretched(each, known[:, :1].expand(-1, len(each))).mT.contiguous()  # or it is slow on ARM
+                for ends, each in pool.items()
+            }
+            found = [x.nan_to_num(0.0) @ stretch[tuple(ends)] for x, ends in zip(values, edges, strict=True)]
         else:
-            rows.append(torch.cat([_pooled(x, known, pool, edges) for x in values], -1))
-    return torch.cat(rows)
+            found = [_pooled(x, known, pool[tuple(ends)], ends) for x, ends in zip(values, edges, strict=True)]
+        torch.cat(found, -1, out=result)
+
+    step = rows_at_once(query, candidates.shape[1] * patterns.shape[1])
+    parts = (torch.split(each, step) for each in (query, candidates, averages))
+    in_threads(average, zip(*parts, strict=True), query.device)
+    return averages
 
 
 @torch.no_grad()
@@ -133,62 +144,50 @@ def _part_features(
     widths = [1.0] * len(part.bases) if part.widths is None else part.widths.tolist()
     monotone = all(base in ("l1", "dis", "dot") or not isinstance(base, str) for base in part.bases)
     if monotone and part.blocks.assignment is None and part.bias is part.units is None:
-        return features(query, patterns, candidates, part.bases, widths, edges)
-    rows, pool = [], pools(edges).to(query)
+        return features(query, patterns, candidates, part.bases, widths, [edges] * len(widths))
+    pool, whole = pools(edges).to(query), query.new_ones(1, 1)
     # Once, not once for each pair.
     query, patterns, numbers = part.compared(query, patterns, missing or part.blocks.normalize)
-    if missing:
-        for some, key in pairs(query, patterns, candidates):
-            similarities, present = known_blocks(some[:, None], key, part.names, edges[-1], numbers, part.widths)
-            known, columns = present.sum(-1).squeeze(1), []
-            for each in similarities:
-                ordered = -_sort_(-each.masked_fill(~present, torch.nan).squeeze(1))
-                columns.append(_pooled(ordered, known, pool, edges))
-            rows.append(torch.cat(columns, -1))
-        return torch.cat(rows)
-    whole = query.new_ones(1, 1)
-    for some, key in pairs(query, patterns, candidates, GATHERED_ELEMENTS):
-        columns = []
+
+    def with_gaps(some: Part) -> Tensor:
+        own, key = some[0][:, None], gathered(patterns, some[1])
+        similarities, present = known_blocks(own, key, part.names, edges[-1], numbers, part.widths)
+        known = present.sum(-1).squeeze(1)
+        ordered = (-_sort_(-each.masked_fill(~present, torch.nan).squeeze(1)) for each in similarities)
+        return torch.cat([_pooled(each, known, pool, edges) for each in ordered], -1)
+
+    def complete(some: Part) -> Tensor:
+        own, key, columns = some[0][:, None], gathered(patterns, some[1]), []
         for name, width in zip(part.names, widths, strict=True):
-            own = query.new_tensor([width])
+            unit = query.new_tensor([width])
             if edges == [1]:  # nothing is sorted, and all features are the score
-                values = adaptive_similarity(some[:, None], key, whole, (name,), None, widths=own).squeeze(1)[..., None]
+                values = adaptive_similarity(own, key, whole, (name,), None, widths=unit).squeeze(1)[..., None]
                 columns.append(values @ pool.mT)
                 continue
-            values = pair_values(some[:, None], key, name, own[0]).squeeze(1)
+            values = pair_values(own, key, name, unit[0]).squeeze(1)
             if numbers is None:  # a matrix product is faster than short sums
                 values = torch.unflatten(values, -1, (edges[-1], -1))
                 values = values @ values.new_ones(values.shape[-1])
             else:
                 values = block_sums(values, edges[-1], numbers)
             columns.append(-_sort_(values.neg_()) @ pool.mT)
-        rows.append(torch.cat(columns, -1))
-    return torch.cat(rows)
+        return torch.cat(columns, -1)
+
+    if missing:
+        return torch.cat(in_threads(with_gaps, pairs(query, patterns, candidates), query.device))
+    return torch.cat(in_threads(complete, pairs(query, patterns, candidates, GATHERED_ELEMENTS), query.device))
 
 
-@torch.no_grad()
-def candidate_scores(query: Tensor, patterns: Tensor, candidates: Tensor, similarity: Solvable) -> Tensor:
-    """Scores queries ``(L, d)`` against their candidates among ``patterns (N, d)``: ``(L, C)``."""
-    if query.isnan().any() or patterns.isnan().any():
-        rows = [similarity(some[:, None], key, missing=True) for some, key in pairs(query, patterns, candidates)]
-        return torch.cat(rows).squeeze(1)
-    total = query.new_zeros(candidates.shape)
-    for part, own, keys in zip(similarity.parts(), similarity.views(query), similarity.views(patterns), strict=True):
-        first, second, numbers = part.compared(own, keys)
-        weight, rows = part.footprint_weight(), []
-        for some, key in pairs(first, second, candidates, GATHERED_ELEMENTS):
-            rows.append(adaptive_similarity(some[:, None], key, weight, part.names, numbers, widths=part.widths))
-        total += torch.cat(rows).squeeze(1)
-    return total
-
-
-def pairs(query: Tensor, patterns: Tensor, candidates: Tensor, least: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields some queries ``(l, d)`` and their candidates ``(l, C, d)`` at a time, with at least so many elements."""
+def pairs(query: Tensor, patterns: Tensor, candidates: Tensor, least: int = 0) -> Iterator[Part]:
+    """Yields some queries and their candidates at a time, with at least so many elements."""
     elements = candidates.shape[1] * patterns.shape[1]
     step = max(rows_at_once(query, elements), least // max(1, elements))
-    for part, places in zip(torch.split(query, step), torch.split(candidates, step), strict=True):
-        key = patterns.index_select(0, places.flatten())  # faster than patterns[places]
-        yield part, torch.unflatten(key, 0, places.shape)
+    return zip(torch.split(query, step), torch.split(candidates, step), strict=True)
+
+
+def gathered(patterns: Tensor, places: Tensor) -> Tensor:
+    """Returns the patterns at ``places (l, C)``: ``(l, C, d)``."""
+    return torch.unflatten(patterns.index_select(0, places.flatten()), 0, places.shape)  # faster than patterns[places]
 
 
 def _pooled(values: Tensor, known: Tensor | None, pool: Tensor, edges: list[int]) -> Tensor:

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ahop_layers.memory.learn.threads import in_threads
+
 STEPS = 80  # number of steps of L-BFGS
 HISTORY = 20  # number of steps that it remembers
 HALVINGS = 20  # number of trials of a step
 RENEWED = 10  # number of steps after which the second derivatives are estimated again
 CURVED = 256  # number of queries of these estimates
 RIDGE = 1e-4  # is added to the diagonal of the second derivatives, relative to their mean
-TOLERANCE = 1e-5  # relative change of the loss at which it stops
+TOLERANCE = 1e-4  # relative change of the loss at which it stops
 PENALTY = 1e-3  # of the weights of rank bins
 MEAN_PENALTY = 1e-6  # of the weights of the means over all ranks
 ENOUGH_QUERIES = 512  # number of queries for which penalties need not be larger
@@ -39,19 +41,20 @@ class Problem(NamedTuple):
         """Returns some of the queries."""
         return self._replace(features=self.features[rows].contiguous(), offset=self.offset[rows])
 
-    def scaled(self) -> tuple["Problem", Tensor]:
-        """Returns the problem with centered features of about unit deviation, and their deviations ``(f,)``.
+    def scaled_(self) -> tuple["Problem", Tensor]:
+        """Centers the features and scales them to about unit deviation, in place; returns their deviations ``(f,)``.
 
-        A deviation is at least a hundredth of the largest one of its base: weights of nearly constant features would
-        be so large that a score loses its precision.
+        The result is in float32, which is enough then. A deviation is at least a hundredth of the largest one of its
+        base: weights of nearly constant features would be so large that a score loses its precision.
         """
         mean = self.features.mean(1, keepdim=True)
-        features = self.features - mean
+        features = self.features.sub_(mean)
         deviation = torch.linalg.vector_norm(features, dim=(0, 1)) / math.sqrt(self.offset.numel())
         floor = torch.cat([0.01 * each.amax().expand(len(each)) for each in torch.split(deviation, self.sizes)])
         varies = deviation > 1e-6 * mean.abs().amax((0, 1))
         deviation = torch.where(varies, torch.maximum(deviation, floor), torch.inf)
-        return self._replace(features=features.div_(deviation)), deviation
+        features = features.div_(deviation).float()
+        return self._replace(features=features, offset=self.offset.to(features)), deviation
 
     def means(self) -> Tensor:
         """Returns a vector ``(f,)`` that is 1 for the mean of each base, and 0 for its bins."""
@@ -202,34 +205,42 @@ def _newton_direction(gradient: Tensor, changes: Sequence[tuple[Tensor, Tensor, 
     return direction
 
 
-def solutions(problem: Problem, starts: Sequence[Tensor], penalty: Tensor | None = None) -> list[Tensor]:
-    """Solves from the best of several starts ``(f,)``: for the bounded likelihood, and for the likelihood alone.
+def solutions(
+    problem: Problem, deviation: Tensor, starts: Sequence[Tensor], penalty: Tensor | None = None
+) -> list[Tensor]:
+    """Solves a scaled problem from the best of several starts ``(f,)``: for the bounded likelihood, and for the other.
 
     The bounded likelihood is solved for weights of any sign, and for weights that are not negative. What is in the
     middle of these two is returned first, then each of the three. ``penalty (f,)`` is by default that of the problem.
     """
-    problem, deviation = problem.scaled()
-    unit = deviation.masked_fill(deviation.isinf(), 0.0)
-    scaled = [problem.means(), *(unit * start.to(unit) for start in starts)]
+    scaled = [problem.means(), *(rescaled(start, deviation) for start in starts)]
     some = problem.rows(slice(None, None, 4))
     scores = some.scores(torch.stack(scaled, -1)).movedim(-1, 0).contiguous()
     found = [(*some.temperature(score), weight) for score, weight in zip(scores, scaled, strict=True)]
     temperature, _, first = min(found, key=lambda each: each[1])
     penalty = problem.penalty() if penalty is None else penalty
-    likely = solve(problem, first / temperature, False, penalty)
+    likely = solve(problem, solve(some, first / temperature, False, penalty), False, penalty)  # most steps with a part
     bounded = solve(problem, likely, True, penalty)
     positive = solve(problem, bounded.clamp(min=0.0), True, penalty, signed=False)
-    return [weight / deviation for weight in ((bounded + positive) / 2, bounded, likely, positive)]
+    return [weight.to(deviation) / deviation for weight in ((bounded + positive) / 2, bounded, likely, positive)]
 
 
-def trial_loss(problem: Problem) -> float:
-    """Returns the expected error of each half of the queries after a solution for the other: do the features suit?
+def rescaled(weight: Tensor, deviation: Tensor) -> Tensor:
+    """Returns the ``weight (f,)`` of features for scaled ones, up to a factor, in float32."""
+    weight = weight.to(deviation) * deviation.masked_fill(deviation.isinf(), 0.0)
+    return (weight / weight.abs().max().clamp(min=torch.finfo(weight.dtype).tiny)).float()
 
-    Unlike the log-likelihood, it is not dominated by the few queries that are hopeless.
+
+def trial_losses(problem: Problem) -> Tensor:
+    """Returns the expected error of each query ``(L,)`` of a scaled problem after a solution for the other half.
+
+    It says whether features suit. Unlike the log-likelihood, it is not dominated by the few queries that are hopeless.
     """
-    problem, _ = problem.scaled()
-    halves, losses = [problem.rows(slice(start, None, 2)) for start in range(2)], []
-    for fitted, held in (halves, halves[::-1]):
+    halves = [problem.rows(slice(start, None, 2)) for start in range(2)]
+
+    def loss(part: tuple[Problem, Problem]) -> Tensor:
+        fitted, held = part
         weight = problem.means() / fitted.temperature(fitted.scores(problem.means()))[0]
-        losses.append(held.losses(held.scores(solve(fitted, weight, False, fitted.penalty()))))
-    return -torch.cat(losses).neg().expm1().mean().item()
+        return -held.losses(held.scores(solve(fitted, weight, False, fitted.penalty()))).neg().expm1()
+
+    return torch.cat(in_threads(loss, [(halves[1], halves[0]), (halves[0], halves[1])], problem.offset.device))
