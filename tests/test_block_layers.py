@@ -71,7 +71,17 @@ def test_users_see_patterns_in_their_own_order(blocks):
     patterns = memory.patterns.clone()
     memory.scores(patterns)
     learned = {f"similarity.{name}" for name in memory.similarity.state_dict()}
-    own = {"patterns", "beta", "calibration", "foreign", "fit_counts", "shortlist", "mixture.gate", "mixture.spread"}
+    own = {
+        "patterns",
+        "beta",
+        "calibration",
+        "foreign",
+        "fit_counts",
+        "shortlist",
+        "mixture.gate",
+        "mixture.least",
+        "mixture.spread",
+    }
     assert set(memory.state_dict()) == own | learned
     for stored in (memory.patterns, memory.state_dict()["patterns"]):
         assert torch.equal(stored, patterns)

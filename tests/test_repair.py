@@ -166,8 +166,10 @@ def test_another_pattern_of_the_class_is_as_good_as_the_pattern_itself(monkeypat
     classes = {"none": None, "pairs": number // 2, "one class": 0 * number, "a class each": number}[labels]
     memory = ah.AssociativeMemory(rows, "l1", labels=classes)
 
-    def mix(stored, query, logits, indices, spread, gate):
-        own = (query[:, 0] * 64).round().long()
+    def mix(stored, query, logits, indices, spread, gate, least):
+        own = (query[:, 0] * 64).round().long().clamp(0, 63)
+        if not (query[:, 1:] == 40.0).all():  # clean rows, and rows with few wrong values
+            return rows[own], torch.ones_like(query)
         second = own if labels in ("one class", "a class each") else own ^ 1  # itself, or the other of the pair
         of = {repair.CLOSED: query, repair.OPEN: rows[(own + 2) % 64], repair.WEIGHED: rows[second]}
         return of[gate], torch.ones_like(query)

@@ -585,14 +585,15 @@ class AssociativeMemory(Associator):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "AssociativeMemory":
         """Moves or converts the memory. ``beta`` can exceed float16, and stays in at least float32."""
-        before, labels = (self.beta, self.mixture.spread, self.calibration, self.foreign), self._stored.labels
+        mixture = self.mixture
+        before, labels = (self.beta, mixture.spread, mixture.least, self.calibration, self.foreign), self._stored.labels
         labels = None if labels is None else fn(labels)
         moved = replace(self._stored, patterns=fn(self._stored.patterns), labels=labels, classes=None)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._stored = moved
         wide = accumulation_dtype(moved.dtype)
-        self.beta, self.mixture.spread = before[0].to(self.beta.device, wide), before[1].to(self.beta.device, wide)
-        self.calibration, self.foreign = (each.to(self.calibration.device) for each in before[2:])
+        self.beta, mixture.spread, mixture.least = (each.to(self.beta.device, wide) for each in before[:3])
+        self.calibration, self.foreign = (each.to(self.calibration.device) for each in before[3:])
         return self
 
     # State dicts and files.

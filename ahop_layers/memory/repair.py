@@ -16,10 +16,11 @@ from torch import Generator, Tensor, nn
 
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.arrays import as_given, as_tensor
+from ahop_layers.memory.learn.auto import REACH
 from ahop_layers.memory.learn.questions import any_damage
 from ahop_layers.memory.search import Queries, Scorer
 from ahop_layers.memory.storage import Stored
-from ahop_layers.memory.variants import as_damage
+from ahop_layers.memory.variants import Replaced, Variant, as_damage
 
 NEIGHBORS, IMAGES = 32, 8  # most neighbors of a row, and of an image: the mean of more images is blurred
 EVEN = 0.1  # share of the weight that all neighbors have alike, or one alone would call right values wrong
@@ -30,6 +31,9 @@ SHARES = 0.001, 0.98  # smallest and largest share of wrong values in a row
 SUSPICIOUS = 0.5  # a value with a smaller probability of being intact is suspicious
 HELD, HELD_ELEMENTS = 256, 2**16  # least number of damaged patterns from which a fit learns, number of their values
 MOST_HELD = 1024  # largest number of them
+MOST_CHANGED = 0.05  # largest share of clean rows that a repair without labels may change
+CLEAN_ROWS = 0.99  # where it would change more: share of clean rows with fewer wrong values than rows to repair
+FEW_WRONG = 0.1  # share of wrong values, of at least one, at which repair must help, without labels
 FEWEST = 8  # patterns that are needed for it
 FAR = 2.0  # a value that is farther from the range of its column, in its lengths, is wrong
 LOWEST = -1e9  # score of a neighbor without a common value, finite
@@ -46,19 +50,22 @@ class Repaired(NamedTuple):
 
 
 class Mixture(nn.Module):
-    """What a fit learns for repair: how far intact values are from their neighbors ``(d,)``, and the gate.
+    """What a fit learns for repair: how far intact values are from their neighbors ``(d,)``, and two gates.
 
-    The gate is closed if repair brought damaged patterns no nearer to the truth.
+    ``gate`` is closed if repair brought damaged patterns no nearer to the truth. ``least`` is the share of wrong values
+    from which on a row is repaired, unless a value is wild: without labels, clean rows seem to have some, too.
     """
 
-    _ranges: ClassVar[dict[str, str]] = dict.fromkeys(("spread", "gate"), "a number of at least 0")
+    _ranges: ClassVar[dict[str, str]] = dict.fromkeys(("spread", "gate", "least"), "a number of at least 0")
     spread: Tensor
     gate: Tensor
+    least: Tensor
 
     def __init__(self, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.register_buffer("spread", torch.zeros(dim, dtype=dtype, device=device))
         self.register_buffer("gate", torch.zeros((), dtype=torch.int64, device=device))
+        self.register_buffer("least", torch.zeros((), dtype=dtype, device=device))
 
     def forward(self, scorer: Scorer, x: Any, beta: Tensor, shortlist: int | None) -> Repaired:
         """Repairs queries; see :meth:`ahop_layers.AssociativeMemory.repair`."""
@@ -68,15 +75,17 @@ class Mixture(nn.Module):
         if torch.compiler.is_compiling():  # a compiled graph does not look for NaN
             asked = asked._replace(missing=asked.missing or getattr(scorer.similarity, "allows_missing", False))
         given = as_tensor("queries x", x, stored.patterns.device, stored.columns)
-        spread, gate, k = self.spread, self.gate, _neighbors(stored)  # a fit in another thread changes them
+        learned, k = (self.spread, self.gate, self.least), _neighbors(stored)  # a fit in another thread changes them
+        spread, _, _ = learned
         rows = given.reshape(-1, stored.dim).to(spread.dtype)
+        rows = rows - _bias(scorer).to(rows)
         parts, size = [], max(1, CHUNK_NEAR // (k * stored.dim))
         for some, values in zip(torch.split(asked.rows, size), torch.split(rows, size), strict=True):
             with torch.no_grad():
                 scores, indices = scorer.search(asked._replace(rows=some), k, shortlist)
             with torch.autocast(rows.device.type, enabled=False):
                 logits = beta * scores.to(values.dtype).clamp(min=LOWEST)
-                parts.append(self.mix(stored, values, logits, indices, spread, gate))
+                parts.append(self.mix(stored, values, logits, indices, *learned))
         values, intact = (torch.cat(each).reshape(given.shape) for each in zip(*parts, strict=True))
         values = values if given.is_floating_point() else values.round().clamp(0, 255)
         results = (values.to(given.dtype), intact.to(stored.dtype))
@@ -84,8 +93,9 @@ class Mixture(nn.Module):
 
     @staticmethod
     def mix(
-        stored: Stored, rows: Tensor, logits: Tensor, indices: Tensor, spread: Tensor, gate: Tensor | int
-    ) -> tuple[Tensor, Tensor]:
+        stored: Stored, rows: Tensor, logits: Tensor, indices: Tensor, spread: Tensor, gate: Tensor | int,
+        least: Tensor | float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Returns repaired ``rows (L, d)`` with neighbors ``indices (L, k)``, and probabilities of being intact."""
         low, high = (each.to(rows.dtype).nan_to_num(0.0) for each in stored.limits())
         span = torch.where(high > low, high - low, (high - low).mean() * FLOOR + torch.finfo(rows.dtype).tiny)
@@ -125,6 +135,8 @@ class Mixture(nn.Module):
             mean, intact, _ = solve(likelihood())
         wrong = 1 - intact - unknown.to(rows.dtype)
         changed = ((wrong > SUSPICIOUS).any(-1) | (wrong.sum(-1) > 1)) & (gate != CLOSED)
+        wild = ((rows < low - REACH * span) | (rows > high + REACH * span)).any(-1)
+        changed &= wild | (wrong.sum(-1) >= least * (~unknown).sum(-1))
         repaired = torch.where(changed[:, None], intact * x + (1 - intact) * mean, rows)
         return torch.where(unknown, mean, repaired), intact
 
@@ -133,55 +145,86 @@ class Mixture(nn.Module):
         """Learns from damaged patterns that are not among their own neighbors.
 
         ``by_label`` asks for other patterns of their class, not for themselves, where there are several classes of
-        several patterns. Returns the share of their squared error that repair leaves, 1 if the gate is closed, or None
-        if there are too few patterns.
+        several patterns. If it does not, neighbors are less alike, so that rows are repaired that have more wrong
+        values than most clean ones, and only if few wrong values come nearer to the truth. Returns the share of their
+        squared error that repair leaves, 1 if the gate is closed, or None if there are too few patterns.
         """
         stored, missing = scorer.stored, bool(getattr(scorer.similarity, "allows_missing", False))
         if stored.count < FEWEST:
             self.gate = torch.zeros_like(self.gate)
             return None
-        by_label = by_label and stored.shares_classes
+        by_label, bias = by_label and stored.shares_classes, _bias(scorer)
         is_damage = any(map(callable, damage)) if isinstance(damage, (tuple, list)) else damage is not None
         damage = as_damage(damage if is_damage else any_damage(stored.shape, missing, not by_label))
         generator = Generator(self.gate.device).manual_seed(seed ^ 0x2F6B1D03)
         held = max(HELD, min(MOST_HELD, HELD_ELEMENTS // stored.dim))
         own = torch.randint(stored.count, (held,), generator=generator, device=generator.device)
         truth = stored.sample(own)
-        query = damage.of_shape(stored.shape).bind(truth)(truth, generator).to(stored.dtype)
-        query = torch.where(query.isnan().all(-1, keepdim=True), truth, query)
 
         def neighbors(rows: Tensor) -> tuple[Tensor, Tensor]:
-            asked = Queries(scorer.within_reach(rows), missing and (stored.unknown or bool(rows.isnan().any())), ())
+            rows = scorer.within_reach(rows + bias.to(rows))
+            asked = Queries(rows, missing and (stored.unknown or bool(rows.isnan().any())), ())
             scores, indices = scorer.search(asked, min(_neighbors(stored) + 1, stored.count))
             others = indices != own[:, None]
             others[:, -1] &= ~others.all(-1)
             return beta * scores[others].reshape(len(rows), -1), indices[others].reshape(len(rows), -1)
 
-        indices = neighbors(truth)[1]
-        means = stored.sample(indices.flatten()).reshape(*indices.shape, -1).nanmean(1)
+        clean = neighbors(truth)
+        means = stored.sample(clean[1].flatten()).reshape(*clean[1].shape, -1).nanmean(1)
         spread = (truth - means).abs().nanmean(0).nan_to_num(0.0).to(self.spread.dtype)
         unit = spread.clamp(min=1e-6 * spread.mean())
-        rows, (logits, indices) = query.to(unit.dtype), neighbors(query)
+
+        def damaged(damage: Variant) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            rows = damage.of_shape(stored.shape).bind(truth)(truth, generator).to(stored.dtype)
+            rows = torch.where(rows.isnan().all(-1, keepdim=True), truth, rows)
+            return rows, neighbors(rows)
+
+        def tried(gate: int, rows: Tensor, near: tuple[Tensor, Tensor], least: Any = 0.0) -> tuple[Tensor, Tensor]:
+            return self.mix(stored, rows.to(unit.dtype), near[0].to(unit.dtype), near[1], spread, gate, least)
 
         def error(values: Tensor) -> Tensor:
             return ((values - truth) / unit).nan_to_num(0.0).clamp(-FARTHEST, FARTHEST).square().mean()
 
-        def tried(gate: int) -> Tensor:
-            return self.mix(stored, rows, logits.to(unit.dtype), indices, spread, gate)[0]
-
         def right(values: Tensor) -> Tensor:
             if by_label:
                 return (stored.class_of(neighbors(values)[1][:, 0]) == stored.class_of(own)).sum()
-            return (scorer.search(Queries(values, stored.unknown, ()), 1)[1][:, 0] == own).sum()
+            return (scorer.search(Queries(values + bias.to(values), stored.unknown, ()), 1)[1][:, 0] == own).sum()
 
+        query, near = damaged(damage)
+        if is_damage:
+            query = query - bias.to(query)
         # The neighbors are weighed again if then more of the repaired patterns find themselves, or another one of their
         # class. Errors of single values would not tell: they are small, too, if neighbors are alike in something else,
         # such as the light of a photo.
-        found = {gate: right(tried(gate).to(stored.dtype)) for gate in (OPEN, WEIGHED)}
-        gate = WEIGHED if found[WEIGHED] > found[OPEN] else OPEN
-        left = (error(tried(gate)) / error(tried(CLOSED)).clamp(min=1e-9)).item()
-        self.spread, self.gate = spread, torch.full_like(self.gate, gate if left < 1 else CLOSED)
-        return min(left, 1.0)
+        found = {gate: right(tried(gate, query, near)[0].to(stored.dtype)) for gate in (OPEN, WEIGHED)}
+        gate, least = WEIGHED if found[WEIGHED] > found[OPEN] else OPEN, spread.new_zeros(())
+        helps = True
+        if not by_label:
+            known, few = ~truth.isnan(), damaged(Replaced(max(FEW_WRONG, 1 / stored.dim)))
+            wrong = ((1 - tried(gate, truth, clean)[1]) * known).sum(-1) / known.sum(-1)
+
+            def is_safe(least: Tensor) -> bool:
+                changed = ((tried(gate, truth, clean, least)[0] != truth) & known).any(-1).double().mean()
+                return bool((changed <= MOST_CHANGED) & (error(tried(gate, *few, least)[0]) < error(few[0])))
+
+            if not is_safe(least):
+                least = wrong.quantile(CLEAN_ROWS)
+                helps = is_safe(least)
+        left = (error(tried(gate, query, near, least)[0]) / error(tried(CLOSED, query, near)[0]).clamp(min=1e-9)).item()
+        gate, left = (gate, left) if left < 1 and helps else (CLOSED, 1.0)
+        self.spread, self.gate, self.least = spread, torch.full_like(self.gate, gate), least
+        return left
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}gate" in state_dict:  # which older ones have, too
+            state_dict.setdefault(f"{prefix}least", torch.zeros_like(self.least))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _bias(scorer: Scorer) -> Tensor:
+    """Returns what the similarity subtracts from queries: ``(d,)``, or 0."""
+    bias = getattr(scorer.similarity, "bias", None)
+    return torch.zeros(()) if bias is None else bias.detach()
 
 
 def _neighbors(stored: Stored) -> int:
