@@ -18,9 +18,9 @@ FIGURE_LEVELS = [
     (0.5, 0.0, 0.0), (0.8, 0.0, 0.0), (0.0, 0.5, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 0.5), (0.0, 0.0, 1.0),
     (0.5, 0.5, 0.0), (0.5, 0.0, 0.5), (0.0, 0.5, 0.5), (0.3, 0.3, 0.3), (0.4, 0.4, 0.4), (0.5, 0.5, 0.5),
 ]  # fmt: skip
-FIGURE_SYSTEMS = ["M-Hop", "U-Hop", "K-Hop", "K2-Hop", "MLP", "A-Hop, debias", "table alone, debias", LIMIT]
+FIGURE_SYSTEMS = ["M-Hop", "U-Hop", "K-Hop", "K2-Hop", "MLP", "default", "A-Hop, debias", "table alone, debias", LIMIT]
 ACCURACY_SYSTEMS = [
-    "M-Hop", "U-Hop", "K-Hop", "K2-Hop", "MLP", "A-Hop", "A-Hop, debias", "A-Hop, debias, table",
+    "M-Hop", "U-Hop", "K-Hop", "K2-Hop", "MLP", "default", "A-Hop", "A-Hop, debias", "A-Hop, debias, table",
     "table alone, debias", LIMIT, GUESSED,
 ]  # fmt: skip
 ABLATION_SYSTEMS = [

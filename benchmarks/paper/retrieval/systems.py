@@ -168,6 +168,7 @@ SYSTEMS = {
     "K-Hop": System(NETWORKS["K-Hop"], lr=0.001),
     "K2-Hop": System(NETWORKS["K2-Hop"], lr=0.001),
     "MLP": _similarity(Perceptron, lr=0.001),
+    "default": System(AssociativeMemory),
     "A-Hop": _solved(),
     "A-Hop, debias": _solved(debias=True),
     "A-Hop, debias, table": System(NETWORKS["A-Hop, debias, table"], lr=0.05),
