@@ -418,11 +418,12 @@ class AssociativeMemory(Associator):
 
         With ``similarity="auto"``, and with any :class:`~ahop_layers.AdaptiveSimilarity` without heads, the score is
         linear in its weights, and learning them is a small regression that is solved in seconds, without epochs or a
-        learning rate. The inverse temperature :attr:`beta` and the confidence of hits are set as well, and for
-        ``"auto"`` the widths and the units of dimensions; :meth:`add` and :meth:`remove` keep all of them, and warn
-        once if their patterns are more than half of the number at the fit. If a simple score such as L1
-        is better on held-out queries, it is the result of ``"auto"``; other similarities then keep their weights. A
-        bias of zero is first set to its least-squares estimate. A similarity without weights to solve for, such as
+        learning rate. ``"auto"`` becomes what finds the most held-out queries among all stored patterns: L1 with
+        saturating bases, the paper's ``dis`` and ``dot``, all of them, or a simple score, with a bias, units and a
+        reach beyond the patterns where these pay. The inverse temperature :attr:`beta` and the confidence of hits are
+        set as well; :meth:`add` and :meth:`remove` keep all of this, and warn once if their patterns are more than half
+        of the number at the fit. Other similarities keep their weights if learned ones are no better. A bias of zero is
+        first set to its least-squares estimate. A similarity without weights to solve for, such as
         ``"dot"`` or a module of yours, is calibrated only.
 
         Args:
@@ -609,7 +610,7 @@ class AssociativeMemory(Associator):
         """Loads a state dict, which may hold another number of patterns. If it fails, the memory is unchanged.
 
         What a state dict does not name is kept and reported as missing, or refused if ``strict``. A memory without a
-        fit says so: its ``calibration`` is 0, and its ``similarity.units`` are empty.
+        fit says so: its ``calibration`` is 0, and its ``similarity.units`` and ``similarity.bias`` are empty.
 
         Args:
             state_dict: of a memory that has labels, names of classes, ids and columns if and only if this one does.

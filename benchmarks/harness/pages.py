@@ -179,7 +179,7 @@ def accuracy(rows: Sequence[Row]) -> str:
 def single_damage(rows: Sequence[Row]) -> list[Row]:
     """Returns the rows with one kind of damage, of 2,048 patterns and of the systems that the page discusses."""
     kinds = ("mask", "noise", "bias")
-    shown = ("M-Hop", "U-Hop", "K2-Hop", "A-Hop, debias", "table alone, debias", retrieval_report.LIMIT)
+    shown = ("M-Hop", "U-Hop", "K2-Hop", "default", "A-Hop, debias", "table alone, debias", retrieval_report.LIMIT)
     alone = [row for row in rows if sum(float(row[kind]) > 0 for kind in kinds) == 1]
     return [row for row in alone if row["patterns"] == "2048" and row["system"] in shown]
 

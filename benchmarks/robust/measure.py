@@ -159,7 +159,7 @@ def measure_pairs(task: Task, generator: torch.Generator, seed: int) -> Figures:
 def measure_ablation(task: Task, generator: torch.Generator, seed: int) -> Figures:
     """Returns the accuracy at each level of L1, of trimmed L1, and of parts of the learned similarity.
 
-    The level -1 says whether a fit added the dot product.
+    The level -1 says whether a fit took products.
     """
     asked = task.queries(generator)
     found = baselines(task, asked, generator, ("L1", "trimmed L1"))

@@ -98,7 +98,7 @@ def ablation(rows: Sequence[Row]) -> str:
     body = [[text, *(cell(method, name) for name in names)] for method, text in ABLATION.items()]
     title = f"Accuracy, mean over the levels of damage, {_splits(rows)}."
     if any("†" in text for line in body for text in line):
-        title += " †: in at least half of the splits, the fit added the dot product because it paid."
+        title += " †: in at least half of the splits, the fit took products because they paid."
     body = bold_best_in_columns(body, dict.fromkeys(range(1, len(names) + 1), max))
     return title + "\n\n" + table(["score", *map(_what, names)], body)
 

@@ -74,7 +74,7 @@ class FitReport(NamedTuple):
         if self.shortlist is not None:
             lines.append(str(self.shortlist))
         if self.repair is not None:
-            only = "repair fills unknown values only: it brings wrong ones no nearer to the truth"
+            only = "repair fills unknown values only: others come no nearer to the truth, or clean rows change"
             lines.append(only if self.repair == 1 else f"repair leaves {self.repair:.2f} of the squared error")
         return "\n".join([f"accuracy on {self.queries} held-out queries", *lines, f"fitted in {self.seconds:.1f} s"])
 
