@@ -25,7 +25,7 @@ def in_threads(function: Callable[[Part], Result], parts: Iterable[Part], device
     """
     listed, wanted = list(parts), torch.get_num_threads()
     count = min(wanted, len(listed))
-    if count < 2 or device.type != "cpu":
+    if not listed or wanted < 2 or device.type != "cpu":
         return [function(part) for part in listed]
     started = Barrier(count + 1)
 
