@@ -38,10 +38,6 @@ class Candidates(NamedTuple):
     right: int
     usable: Tensor
 
-    def part(self, rows: slice) -> "Candidates":
-        """Returns some of the queries."""
-        return self._replace(query=self.query[rows], candidates=self.candidates[rows], offset=self.offset[rows])
-
 
 def find_candidates(
     asked: Questions, patterns: Tensor, labels: Tensor | None, generator: torch.Generator, count: int = CANDIDATES,
