@@ -174,8 +174,8 @@ class Mixture(nn.Module):
         spread = (truth - means).abs().nanmean(0).nan_to_num(0.0).to(self.spread.dtype)
         unit = spread.clamp(min=1e-6 * spread.mean())
 
-        def damaged(damage: Variant) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            rows = damage.of_shape(stored.shape).bind(truth)(truth, generator).to(stored.dtype)
+        def damaged(damage: Variant, shift: Tensor | float = 0.0) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            rows = (damage.of_shape(stored.shape).bind(truth)(truth, generator) - shift).to(stored.dtype)
             rows = torch.where(rows.isnan().all(-1, keepdim=True), truth, rows)
             return rows, neighbors(rows)
 
@@ -190,9 +190,7 @@ class Mixture(nn.Module):
                 return (stored.class_of(neighbors(values)[1][:, 0]) == stored.class_of(own)).sum()
             return (scorer.search(Queries(values + bias.to(values), stored.unknown, ()), 1)[1][:, 0] == own).sum()
 
-        query, near = damaged(damage)
-        if is_damage:
-            query = query - bias.to(query)
+        query, near = damaged(damage, bias if is_damage else 0.0)  # the bias of a given damage is that of the fit
         # The neighbors are weighed again if then more of the repaired patterns find themselves, or another one of their
         # class. Errors of single values would not tell: they are small, too, if neighbors are alike in something else,
         # such as the light of a photo.

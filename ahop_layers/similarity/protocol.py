@@ -9,7 +9,7 @@ A similarity may have more, as :class:`~ahop_layers.AdaptiveSimilarity` and :cla
 - ``explain(query, key)`` returns what each dimension adds to the score of pairs ``(L, d)``: ``(L, d)``.
 - ``is_solvable`` says whether the score is linear in weights, see :class:`Solvable`.
 - ``is_fused`` says whether scores need little memory beyond query and key.
-- ``is_unbounded`` says whether a single wrong value can decide a score, and should be clamped.
+- ``within(query, low, high)`` clamps values that are wrong because they are far beyond the limits of the patterns.
 """
 
 from collections.abc import Callable, Sequence
