@@ -21,8 +21,7 @@ from ahop_layers.ops.sliced import per_query_head
 from ahop_layers.packed import Packed
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.similarity.fixed import dot_product
-from ahop_layers.similarity.protocol import Similarity
+from ahop_layers.similarity.protocol import ScoreFunction, dot_product
 
 Steps = int | None | Sequence[int]
 
@@ -127,7 +126,7 @@ class Padded:
     def __init__(self, key: Tensor, value: Tensor, mask: Mask | None = None) -> None:
         self.key, self.value, self.mask = key, value, mask
 
-    def weigh(self, state: Tensor, score: Similarity, separation: Separation) -> Tensor:
+    def weigh(self, state: Tensor, score: ScoreFunction, separation: Separation) -> Tensor:
         """Turns the masked scores of the states against the keys into weights: ``(N, H, L, S)``."""
         scores = score(state, per_query_head(self.key, state.shape[1]))
         scores = scores if self.mask is None else self.mask.apply(scores)
@@ -145,7 +144,7 @@ class Padded:
 
 
 def associate(
-    query: Tensor, stored: Padded | Packed, *, score: Similarity = dot_product, separation: Separation,
+    query: Tensor, stored: Padded | Packed, *, score: ScoreFunction = dot_product, separation: Separation,
     scaling: float | Tensor = 1.0, dropout: float = 0.0, steps: Steps = 0, eps: float | Tensor = 1e-4,
     need_weights: bool = True,
 ) -> tuple[Tensor, Any]:  # fmt: skip
@@ -213,7 +212,7 @@ def _is_softmax(separation: Separation) -> bool:
     return softmax and not is_transformed()
 
 
-def _is_learned(score: Similarity) -> TypeGuard[AdaptiveSimilarity]:
+def _is_learned(score: ScoreFunction) -> TypeGuard[AdaptiveSimilarity]:
     """Returns whether weights determine the scores, and nothing observes them."""
     return isinstance(score, AdaptiveSimilarity) and score.is_attended and not _is_watched(score)
 

@@ -17,7 +17,7 @@ from ahop_layers.ops.onnx import is_onnx_export
 from ahop_layers.ops.operators import assert_in_graph
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Rows, Separation
-from ahop_layers.similarity.protocol import Similarity
+from ahop_layers.similarity.protocol import ScoreFunction
 
 # Maps patterns ``(N, rows, E)``, by part 1 or 2 (keys, values), to patterns or to heads ``(N, H, rows, d)``.
 OfPart = Callable[[Tensor, int], Tensor]
@@ -124,7 +124,7 @@ class Packed:
         """Computes part 1 or 2 (keys, values) of instances: ``(rows, E) -> (rows, H, d)``."""
         return rearrange(self.heads(self.normalize(instances[None], part), part), "1 h t d -> t h d")
 
-    def weigh(self, state: Tensor, score: Similarity, separation: Separation) -> Tensor:
+    def weigh(self, state: Tensor, score: ScoreFunction, separation: Separation) -> Tensor:
         """Turns the scores of the states ``(1 or N, H, Q, d)`` against the keys of their bags into weights."""
 
         def shared(state: Tensor, keys: Tensor) -> Tensor:

@@ -130,10 +130,10 @@ def damage(kind: str, share: Any, stored: Tensor, shape: tuple[int, int] | None)
     return Drifted(share, stored.mean(0)) if kind == "drift" else Wrong(share, sensor_faults(stored)[kind])
 
 
-def cells(name: str, kinds: Sequence[str]) -> list[tuple[str, float]]:
-    """Returns the kinds and levels of damage that a data set has."""
+def cells(name: str, kinds: Sequence[str], levels: Sequence[float] | None = None) -> list[tuple[str, float]]:
+    """Returns the kinds and levels of damage that a data set has; ``levels`` replace those of every kind."""
     own = [kind for kind in kinds if (kind != "covered" or name in IMAGES) and (kind != "faults" or name == "sensors")]
-    return [(kind, level) for kind in own for level in LEVELS.get(kind, OTHER_LEVELS)]
+    return [(kind, level) for kind in own for level in levels or LEVELS.get(kind, OTHER_LEVELS)]
 
 
 def classifier(dim: int, classes: int, width: int = WIDTH) -> nn.Module:
@@ -277,7 +277,7 @@ def calibration_error(intact: Tensor, right: Tensor) -> float:
 
 def measure(name: str, splits: Sequence[Split], options: Any, results: ResultTable) -> None:
     """Measures all kinds of damage of one data set."""
-    shape, own = IMAGES.get(name), cells(name, options.kinds)
+    shape, own = IMAGES.get(name), cells(name, options.kinds, options.levels)
     kinds = list(dict.fromkeys(kind for kind, _ in own))
     as_rows = shape is None or name in options.as_rows
     dim, classes = splits[0].stored.shape[1], 1 + max(int(split.labels.max()) for split in splits)
@@ -391,6 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--sets", nargs="+", choices=SETS, default=["digits"], help="data sets (default: digits)")
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of damage (default: all)")
+    add("--levels", nargs="+", type=float, help="shares of damaged values (default: those of each kind)")
     add("--splits", type=int, default=5, help="number of random splits (default: %(default)s)")
     add("--rivals", type=int, default=3, help="number of splits with trained rivals (default: %(default)s)")
     add("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="trained rivals (default: all)")
@@ -405,7 +406,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = ResultTable(options.output, options.device)
     for name in options.sets:
         began, key = time.perf_counter(), {"data": name, "as_rows": int(name not in IMAGES or name in options.as_rows)}
-        keys = [key | {"kind": kind, "level": level} for kind, level in cells(name, options.kinds)]
+        keys = [key | {"kind": kind, "level": level} for kind, level in cells(name, options.kinds, options.levels)]
         if not all(results.has(each | {"split": split}) for each in keys for split in range(options.splits)):
             with explain_missing_data():
                 splits = [load(name, options.data_dir, s, torch.device(options.device)) for s in range(options.splits)]

@@ -68,7 +68,7 @@ def measure_threads(patterns: Tensor, extra: Tensor, seconds: float) -> dict[str
         place = torch.randint(len(queries), ()).item()
         hits = memory.search(queries[place], K)
         if torch.rand(()) < 0.05:
-            seen.append((hits._asked.scorer.stored.count, place, hits.scores, hits.indices))
+            seen.append((hits._state.stored.count, place, hits.scores, hits.indices))
 
     def add(step: int) -> None:
         memory.add(extra[step : step + 1])

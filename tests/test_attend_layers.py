@@ -17,7 +17,7 @@ from ahop_layers.ops.attend import attend, prefers_attend
 from ahop_layers.ops.protocols import AttentionCall
 from ahop_layers.ops.reference import BASES, Base
 from ahop_layers.separation import Separation
-from ahop_layers.similarity.fixed import dot_product
+from ahop_layers.similarity.protocol import dot_product
 from tests.frameworks import framework
 from tests.new_tensors import peak_memory
 

@@ -18,7 +18,7 @@ def test_scores_of_normalized_blocks_do_not_depend_on_how_patterns_are_sliced(mo
     memory = ah.AssociativeMemory(patterns, ah.AdaptiveSimilarity(8, blocks=ah.Blocks(2, normalize=True)))
     expected = memory.scores(query)
     assert memory.similarity.norm > 0
-    monkeypatch.setattr("ahop_layers.memory.search.CHUNK_ELEMENTS", 24)
+    monkeypatch.setattr("ahop_layers.memory.state.CHUNK_ELEMENTS", 24)
     torch.testing.assert_close(memory.scores(query), expected)  # a sum of a row may depend on the number of rows
     monkeypatch.setattr("ahop_layers.similarity.blocks.SLICE_ELEMENTS", 24)
     again = ah.AssociativeMemory(patterns, ah.AdaptiveSimilarity(8, blocks=ah.Blocks(2, normalize=True)))
@@ -47,7 +47,7 @@ def check_scores(memory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARRANGED)
 def test_a_memory_scores_its_present_patterns(name, monkeypatch):
-    monkeypatch.setattr("ahop_layers.memory.search.CHUNK_ELEMENTS", 24)
+    monkeypatch.setattr("ahop_layers.memory.state.CHUNK_ELEMENTS", 24)
     memory = trained_memory(ARRANGED[name])
     check_scores(memory)
     memory.add(torch.randn(7, 8))
@@ -94,7 +94,7 @@ def test_the_prepared_copy_is_kept_with_the_patterns():
     memory = trained_memory(INTERLEAVED)
 
     def copies():
-        return memory._scorer()._prepared()
+        return memory._read().prepared
 
     (first,) = copies()
     assert torch.equal(first, memory.patterns[:, [0, 4, 1, 5, 2, 6, 3, 7]])
@@ -109,16 +109,17 @@ def test_the_prepared_copy_is_kept_with_the_patterns():
     memory.double()  # replaces the patterns
     assert kept() is None
     memory.similarity.load_state_dict(memory.similarity.state_dict() | {"block_numbers": torch.arange(8) // 2})
-    assert copies() is None  # consecutive blocks need no copy
+    assert not copies()  # consecutive blocks need no copy
 
 
 def test_large_memories_and_learned_patterns_have_no_copy(monkeypatch):
     memory = trained_memory(INTERLEAVED)
-    monkeypatch.setattr("ahop_layers.memory.search.PREPARED_ELEMENTS", 30 * 8 - 1)
-    assert memory._scorer()._prepared() is None
+    monkeypatch.setattr("ahop_layers.memory.state.PREPARED_ELEMENTS", 30 * 8 - 1)
+    assert not memory._read().prepared
     check_scores(memory)
-    monkeypatch.setattr("ahop_layers.memory.search.PREPARED_ELEMENTS", 30 * 8)
-    assert memory._scorer()._prepared() is not None
+    monkeypatch.setattr("ahop_layers.memory.state.PREPARED_ELEMENTS", 30 * 8)
+    memory = trained_memory(INTERLEAVED)
+    assert memory._read().prepared
     memory.patterns.requires_grad_()
     memory.scores(torch.randn(2, 8)).sum().backward()
     assert memory.patterns.grad.any()

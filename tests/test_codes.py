@@ -82,26 +82,28 @@ def test_codes_follow_added_replaced_and_removed_patterns():
     stored = patterns(600)
     memory = ah.AssociativeMemory(stored[:300], ids=range(300))
     memory.build_codes()
-    before = memory._stored
+    before = memory._state
     memory.add(stored[300:599], ids=range(300, 599))
     memory.add(stored[599:], ids=[7], replace=True)
     memory.remove(ids=[0, 1, 550])
-    kept = memory._stored.keep("codes")
+    kept = memory._state.codes
     assert torch.equal(kept.packed, kept.encode(memory.patterns))
     query = memory.patterns + 0.01
     assert (memory.recall(query, 20) == torch.arange(596)).all()
-    assert len(before.keep("codes").packed) == 300
+    assert len(before.codes.packed) == 300
 
 
 @faiss
 def test_codes_are_the_same_whenever_they_are_made():
     memory = ah.AssociativeMemory(patterns(700))
-    memory.build_codes()
-    first, again = (each._scorer().codes() for each in (memory, copy.deepcopy(memory)))
-    assert all(map(torch.equal, first, again))
     loaded = ah.AssociativeMemory(patterns(5))
     loaded.load_state_dict(memory.state_dict())
-    assert torch.equal(loaded._scorer().codes().packed, first.packed)
+    first, *others = memory, copy.deepcopy(memory), loaded
+    for each in (first, *others):
+        each.build_codes()
+    assert all(
+        torch.equal(*pair) for each in others for pair in zip(each._state.codes, first._state.codes, strict=True)
+    )
 
 
 @faiss
@@ -118,7 +120,7 @@ def test_codes_are_made_once_for_patterns_of_inference_mode(monkeypatch):
         memory = ah.AssociativeMemory(patterns(300))
     memory.recall(memory.patterns[:2], 20)
     monkeypatch.setattr(codes_module.Codes, "added", None)
-    monkeypatch.setattr("ahop_layers.memory.search.make_codes", None)
+    monkeypatch.setattr("ahop_layers.memory.state.make_codes", None)
     memory.recall(memory.patterns[:2], 20)
 
 
@@ -143,7 +145,7 @@ def test_searches_see_one_state_while_patterns_are_added():
     for thread in threads:
         thread.join()
     assert not failed
-    assert len(memory._stored.keep("codes").packed) == 3000
+    assert len(memory._state.codes.packed) == 3000
 
 
 def test_a_shortlist_needs_faiss(monkeypatch):
@@ -164,29 +166,29 @@ def test_arguments_of_shortlists():
 
 @faiss
 def test_auto_searches_all_patterns_where_no_shortlist_keeps_the_recall(small_fit, monkeypatch):
-    monkeypatch.setattr("ahop_layers.memory.search.SHORTLIST_COST", 1)
-    monkeypatch.setattr("ahop_layers.memory.search.LONGEST_SHORTLIST", 32)
+    monkeypatch.setattr("ahop_layers.memory.state.SHORTLIST_COST", 1)
+    monkeypatch.setattr("ahop_layers.memory.state.LONGEST_SHORTLIST", 32)
     memory = ah.AssociativeMemory(patterns(600))
     memory.build_codes(8)
     report = memory.fit(ah.variants.Replaced(0.9, low=-4.0, high=4.0))
-    assert report.shortlist.length == memory.shortlist == 600
+    assert report.shortlist.length == memory._state.fitted.shortlist == 600
     assert report.shortlist.recall == 1
 
 
 @faiss
 def test_auto_keeps_the_recall_that_the_report_says(small_fit, tmp_path, monkeypatch):
-    monkeypatch.setattr("ahop_layers.memory.search.SHORTLIST_COST", 1)
+    monkeypatch.setattr("ahop_layers.memory.state.SHORTLIST_COST", 1)
     stored = patterns(1500)
     memory = ah.AssociativeMemory(stored)
     refuses("needs memory.build_codes", memory.search, stored, 1, "auto")
     memory.build_codes(16)
     report = memory.fit(ah.variants.Replaced((0.0, 0.6), low=-4.0, high=4.0))
-    length = int(memory.shortlist)
+    length = memory._state.fitted.shortlist
     assert report.shortlist.length == length < 500
     assert report.shortlist.recall >= 0.99
     assert f"shortlist of {length}: recall " in str(report)
     assert found(memory, stored, 0.4, shortlist="auto") > 0.97
-    assert len(memory._scorer().codes().rate) == 16
+    assert len(memory._state.codes.rate) == 16
     memory.save(tmp_path / "memory")
     assert torch.equal(memory.load(tmp_path / "memory").recall(stored[:9], "auto"), torch.arange(9))
 
@@ -207,7 +209,7 @@ def test_codes_follow_the_score():
     for width in (0.03, 3.0):
         memory.similarity.set_([("near", 0.1)], [width], torch.ones(1, 16))
         memory.build_codes()
-        rates.append(memory._scorer().codes().rate.log2().mean())
+        rates.append(memory._state.codes.rate.log2().mean())
     assert rates[1] < rates[0] - 1.5
 
 

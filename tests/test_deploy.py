@@ -16,7 +16,7 @@ import torch
 import ahop_layers as ah
 from ahop_layers import AssociativeMemory
 from ahop_layers.memory import memory as memory_module
-from ahop_layers.memory import search as search_module
+from ahop_layers.memory import state as state_module
 from tests.samples import refuses, repeated_in_threads
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed: pip install '.[save]'")
@@ -114,15 +114,15 @@ def test_errors_name_what_was_expected(call, message, rows):
 
 @pytest.mark.parametrize("labeled", [False, True])
 def test_the_confidence_is_the_share_of_a_hit(labeled, rows, monkeypatch, small_fit):
-    monkeypatch.setattr(search_module, "CHUNK_ELEMENTS", 12 * 7)
-    monkeypatch.setattr(search_module, "QUERIES_AT_ONCE", 4)
+    monkeypatch.setattr(state_module, "CHUNK_ELEMENTS", 12 * 7)
+    monkeypatch.setattr(state_module, "QUERIES_AT_ONCE", 4)
     labels, rows = torch.arange(60) % 4 if labeled else None, rows.double()
     memory = AssociativeMemory(rows, labels=labels)
     query = damaged(rows[:6])
     assert memory.search(query).confidence is None
     memory.fit()
     hits = memory.search(query, k=3)
-    factor, by_sum, by_odds, constant = memory.calibration.tolist()
+    factor, by_sum, by_odds, constant = memory.state_dict()["calibration"].tolist()
     scores = memory.scores(query).double()
     share = (factor * scores).exp()
     total = share.sum(1, keepdim=True)
@@ -387,15 +387,15 @@ def test_few_patterns_or_classes_and_queries_that_share_no_value_do_not_spoil_th
     two = AssociativeMemory(centers[labels] + 0.3 * torch.randn(60, 32), labels=labels)
     two.fit()
     assert two.threshold() > 0
-    assert two.calibration[2] == 0  # the odds of one class say nothing about another
+    assert two.state_dict()["calibration"][2] == 0  # the odds of one class say nothing about another
     gaps = torch.rand(200, 10)
     gaps[torch.rand(200, 10) < 0.6] = torch.nan
     gaps[:, 0] = gaps[:, 0].nan_to_num(0.5)
     memory = AssociativeMemory(gaps.double())
     memory.fit()
-    assert memory.calibration.isfinite().all()
+    assert memory.state_dict()["calibration"].isfinite().all()
     assert memory.search(gaps[:5]).confidence.isfinite().all()
-    assert memory.calibration[1:3].abs().max() > 1e-3
+    assert memory.state_dict()["calibration"][1:3].abs().max() > 1e-3
 
 
 def test_reading_changes_nothing_and_a_calibration_is_that_of_the_last_fit(rows, small_fit):
@@ -406,12 +406,12 @@ def test_reading_changes_nothing_and_a_calibration_is_that_of_the_last_fit(rows,
     assert "confidence" not in str(hits)
     assert all(torch.equal(value, before[name]) for name, value in memory.state_dict().items())
     memory.fit(ah.variants.Noisy(0.1))
-    fitted = memory.calibration.clone()
+    fitted = memory.state_dict()["calibration"].clone()
     memory.add(torch.rand(500, 12))
     assert 0 < memory.threshold() < 1
     assert (memory.search(9 * rows).confidence < memory.threshold()).all()
-    assert torch.equal(memory.calibration, fitted)
-    assert memory.half().foreign.dtype == torch.float32
+    assert torch.equal(memory.state_dict()["calibration"], fitted)
+    assert memory.half().state_dict()["foreign"].dtype == torch.float32
 
 
 def test_states_are_not_mixed(rows, tmp_path):

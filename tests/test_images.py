@@ -164,7 +164,7 @@ def test_the_views_of_stored_images_are_kept_until_they_change(monkeypatch):
     memory = ah.AssociativeMemory(images)
 
     def views():
-        return memory._scorer()._prepared()
+        return memory._read().prepared
 
     scores, kept = memory.scores(query), views()
     torch.testing.assert_close(kept, memory.similarity.views(images.flatten(1)), rtol=0, atol=0)
@@ -175,5 +175,6 @@ def test_the_views_of_stored_images_are_kept_until_they_change(monkeypatch):
     torch.testing.assert_close(memory.scores(query), memory.similarity(query, images.flatten(1)))
     memory.add(torch.rand(1, 8, 8))
     assert {len(view) for view in views()} == {21}
-    monkeypatch.setattr("ahop_layers.memory.search.PREPARED_ELEMENTS", 1000)
-    assert views() is None
+    monkeypatch.setattr("ahop_layers.memory.state.PREPARED_ELEMENTS", 1000)
+    memory.add(torch.rand(1, 8, 8))
+    assert not views()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ahop_layers.memory import AssociativeMemory
-from ahop_layers.memory import search as search_module
+from ahop_layers.memory import state as state_module
 from ahop_layers.memory.variants import Noisy
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from tests.samples import refuses
@@ -18,7 +18,7 @@ LABELS = torch.arange(61) ** 2 % 17 * 3 - 5  # nine classes, not consecutive, so
 @pytest.fixture(params=[7, 2**21], ids=lambda size: f"chunk{size}")
 def chunk(request, monkeypatch):
     """Patterns per chunk, for patterns of eight dimensions."""
-    monkeypatch.setattr(search_module, "CHUNK_ELEMENTS", 8 * request.param)
+    monkeypatch.setattr(state_module, "CHUNK_ELEMENTS", 8 * request.param)
 
 
 def check_gradients(got, expected, inputs):
@@ -27,7 +27,7 @@ def check_gradients(got, expected, inputs):
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_class_scores_are_the_log_sum_exp_of_a_class(chunk, scale, monkeypatch):
-    monkeypatch.setattr(search_module, "QUERIES_AT_ONCE", 9)
+    monkeypatch.setattr(state_module, "QUERIES_AT_ONCE", 9)
     memory = AssociativeMemory(scale * torch.randn(61, 8).double(), "adaptive", labels=LABELS)
     x, classes = (scale * torch.randn(23, 8).double()).requires_grad_(), LABELS.unique()
     full, scores = memory.scores(x), memory.class_scores(x)

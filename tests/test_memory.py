@@ -11,7 +11,7 @@ import torch
 from ahop_layers.errors import AHopError
 from ahop_layers.memory import AssociativeMemory, arrays, storage
 from ahop_layers.memory import memory as memory_module
-from ahop_layers.memory import search as search_module
+from ahop_layers.memory import state as state_module
 from ahop_layers.memory.variants import Mixed, Noisy
 from ahop_layers.ops import chunked
 from ahop_layers.separation import sparsemax
@@ -41,7 +41,7 @@ SCORES = {
 @pytest.mark.parametrize("separation", [None, "sparsemax"])
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_and_retrieval_equal_the_definition_with_any_chunk_size(name, separation, size, monkeypatch):
-    monkeypatch.setattr(search_module, "CHUNK_ELEMENTS", 8 * size)
+    monkeypatch.setattr(state_module, "CHUNK_ELEMENTS", 8 * size)
     monkeypatch.setattr(memory_module, "CHUNK_SCORES", 5 * 61)
     patterns, x = uniform(61, 8), uniform(23, 8)
     memory = AssociativeMemory(patterns, name, separation=separation or "softmax", beta=3.0)
@@ -292,8 +292,8 @@ def test_a_failed_load_leaves_the_memory_unchanged(count, assign):
 @pytest.mark.parametrize("missing", ["foreign", "calibration", "similarity.units", "similarity.widths", "all"])
 def test_a_partial_state_dict_is_refused_or_keeps_what_it_does_not_name(missing):
     memory, other = AssociativeMemory(torch.rand(60, 8), labels=["a", "b"] * 30), torch.nn.Linear(2, 2).state_dict()
-    memory.calibration = torch.tensor([0.3, 0.2, 0.5, -1.0]).double()
-    memory.foreign = torch.linspace(0.1, 0.9, 1024)
+    calibration = {"calibration": torch.tensor([0.3, 0.2, 0.5, -1.0]), "foreign": torch.linspace(0.1, 0.9, 1024)}
+    memory.load_state_dict(calibration, strict=False)
     memory.similarity.units = torch.rand(8) + 0.5
     state = other if missing == "all" else {key: value for key, value in memory.state_dict().items() if key != missing}
     for each in (memory, AssociativeMemory(memory.patterns, labels=memory.labels)):
@@ -350,7 +350,7 @@ def test_beta_is_within_the_range_of_the_dtype(beta):
 
 def test_recall_needs_little_memory_beside_the_patterns(monkeypatch):
     """Chunks bound the memory independently of the number of patterns."""
-    monkeypatch.setattr(search_module, "CHUNK_ELEMENTS", 2**15)
+    monkeypatch.setattr(state_module, "CHUNK_ELEMENTS", 2**15)
     monkeypatch.setattr(arrays, "RANKED_SCORES", 2**15)
     monkeypatch.setattr(chunked, "SCRATCH_BYTES", 2**18)
     memory = AssociativeMemory(uniform(20_000, 64, torch.float32), "adaptive")

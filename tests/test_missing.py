@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ahop_layers as ah
-from ahop_layers.memory import search as search_module
+from ahop_layers.memory import state as state_module
 from ahop_layers.ops import chunked, reference
 from tests.samples import refuses
 
@@ -166,8 +166,8 @@ def test_results_are_those_of_the_known_values(similarity, asked, stored, monkey
     memory, query = make(similarity, unknown(random(40, 9), stored)), unknown(random(7, 9, seed=2), asked, 3)
     scores = by_hand(memory, query)
     check(memory, query, scores)
-    monkeypatch.setattr(search_module, "CHUNK_ELEMENTS", 9 * 7)  # NaN in some blocks alone
-    monkeypatch.setattr(search_module, "QUERIES_AT_ONCE", 3)
+    monkeypatch.setattr(state_module, "CHUNK_ELEMENTS", 9 * 7)  # NaN in some blocks alone
+    monkeypatch.setattr(state_module, "QUERIES_AT_ONCE", 3)
     check(memory, query, scores)
 
 

@@ -95,7 +95,7 @@ def test_shapes_and_kinds_of_queries_are_kept(memory):
     np.testing.assert_allclose(memory.repair(QUERY.numpy()).values, expected.numpy(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(memory.repair(QUERY[4]).intact, probabilities[4], rtol=1e-3, atol=1e-4)
     for moved, wide in ((copy.deepcopy(memory).double(), torch.float64), (memory.half(), torch.float32)):
-        assert moved.mixture.spread.dtype == wide
+        assert moved.state_dict()["mixture.spread"].dtype == wide
         assert (moved.repair(QUERY).values - expected).abs().median() < 0.01
 
 
@@ -144,7 +144,7 @@ def test_gradients_reach_the_query_and_the_network_also_under_autocast(memory):
 
 @pytest.mark.parametrize("gate", [*(pytest.param(each, marks=pytest.mark.full) for each in (1, 2)), repair.WEIGHED])
 def test_a_compiled_graph_repairs_alike(memory, gate):
-    memory.mixture.gate.fill_(gate)
+    memory.load_state_dict({"mixture.gate": torch.tensor(gate)}, strict=False)
     query, layer = QUERY.where(torch.arange(DIM) != 1, torch.nan), ah.Repair(memory)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(query), layer(query), rtol=1e-4, atol=1e-4)
@@ -166,17 +166,17 @@ def test_another_pattern_of_the_class_is_as_good_as_the_pattern_itself(monkeypat
     classes = {"none": None, "pairs": number // 2, "one class": 0 * number, "a class each": number}[labels]
     memory = ah.AssociativeMemory(rows, "l1", labels=classes)
 
-    def mix(stored, query, logits, indices, spread, gate, least):
+    def mix(stored, query, logits, indices, mixture):
         own = (query[:, 0] * 64).round().long().clamp(0, 63)
         if not (query[:, 1:] == 40.0).all():  # clean rows, and rows with few wrong values
             return rows[own], torch.ones_like(query)
         second = own if labels in ("one class", "a class each") else own ^ 1  # itself, or the other of the pair
         of = {repair.CLOSED: query, repair.OPEN: rows[(own + 2) % 64], repair.WEIGHED: rows[second]}
-        return of[gate], torch.ones_like(query)
+        return of[mixture.gate], torch.ones_like(query)
 
-    monkeypatch.setattr(repair.Mixture, "mix", staticmethod(mix))
+    monkeypatch.setattr(repair, "mix", mix)
     memory.fit(lambda x, generator: torch.cat([x[:, :1], torch.full_like(x[:, 1:], 40.0)], 1), by=by)
-    assert memory.mixture.gate == gate
+    assert memory._state.fitted.mixture.gate == gate
 
 
 def test_where_repair_does_not_pay_only_unknown_values_change(memory):
@@ -224,5 +224,5 @@ def test_what_cannot_be_repaired_is_refused(memory):
     refuses("memory must be an AssociativeMemory, got Linear", ah.Repair, nn.Linear(2, 2))
     with unchanged(memory):
         refuses("damage must return finite values", memory.fit, lambda x: x / 0)
-    memory._stored = replace(memory._stored, shards=SimpleNamespace(count=300))
+    memory._state = replace(memory._state, stored=replace(memory._state.stored, shards=SimpleNamespace(count=300)))
     refuses("repair must be called before shard_", memory.repair, CLEAN)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ahop_layers.memory import AssociativeMemory, Hits, arrays
-from ahop_layers.memory import search as search_module
+from ahop_layers.memory import state as state_module
 from tests.samples import refuses
 
 
@@ -23,8 +23,8 @@ def check_equals_sort(memory, x, *ks, tolerance=0.0):
 def chunk(request, monkeypatch):
     """Patterns per chunk, for patterns of eight dimensions, and the number of scores up to which chunks are joined."""
     size, ranked = request.param
-    monkeypatch.setattr(search_module, "CHUNK_ELEMENTS", 8 * size)
-    monkeypatch.setattr(search_module, "QUERIES_AT_ONCE", 9)
+    monkeypatch.setattr(state_module, "CHUNK_ELEMENTS", 8 * size)
+    monkeypatch.setattr(state_module, "QUERIES_AT_ONCE", 9)
     monkeypatch.setattr(arrays, "RANKED_SCORES", ranked)
 
 
@@ -214,7 +214,7 @@ def test_a_memory_forgets_that_a_pattern_had_unknown_values():
     patterns[0, 0] = torch.nan
     memory = AssociativeMemory(patterns, ids=range(5))
     memory.add(torch.rand(1, 4), ids=[0], replace=True)
-    assert not memory._stored.unknown
+    assert not memory._state.stored.unknown
     memory = AssociativeMemory(patterns)
     memory.remove([0])
-    assert not memory._stored.unknown
+    assert not memory._state.stored.unknown

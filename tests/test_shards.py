@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 import ahop_layers as ah
-from ahop_layers.memory import search as search_module
+from ahop_layers.memory import state as state_module
 from tests.samples import refuses
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ MEMORIES = {
 def make(name: str) -> ah.AssociativeMemory:
     """A memory whose confidence is calibrated, without a fit."""
     memory = MEMORIES[name]()
-    memory.calibration = torch.tensor([0.3, 0.2, 0.5, -1.0]).double()
+    memory.load_state_dict({"calibration": torch.tensor([0.3, 0.2, 0.5, -1.0])}, strict=False)
     return memory
 
 
@@ -119,7 +119,7 @@ def first_parameters(rank: int, group: Any) -> dict[str, torch.Tensor]:
 
 def run(rank: int, folder: str, ranks: int) -> None:
     torch.set_num_threads(1)
-    search_module.CHUNK_ELEMENTS = 8 * 30  # several chunks in each shard
+    state_module.CHUNK_ELEMENTS = 8 * 30  # several chunks in each shard
     distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     group = distributed.new_group([0, 1]) if ranks == 2 else None
     results = {

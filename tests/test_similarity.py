@@ -13,7 +13,7 @@ import ahop_layers as ah
 from ahop_layers.ops import reference
 from ahop_layers.similarity.associator import named_similarities
 from ahop_layers.similarity.options import LazyAdaptiveSimilarity, SimilarityOptions
-from ahop_layers.similarity.protocol import is_solvable
+from ahop_layers.similarity.protocol import OwnSimilarity, is_solvable
 from ahop_layers.similarity.widths import quantiles, units
 from tests.samples import Scaled, refuses
 
@@ -433,8 +433,8 @@ def test_a_plain_function_is_a_similarity_that_can_do_nothing_else():
     query, key = pair()
     memory = ah.AssociativeMemory(key, cosine)
     assert torch.equal(memory.scores(query), cosine(query, key))
-    assert not is_solvable(cosine)
-    refuses("explain needs a fixed or an adaptive similarity, got function", memory.explain, query)
+    assert not is_solvable(OwnSimilarity(cosine))
+    refuses("explain needs a fixed or an adaptive similarity, got cosine", memory.explain, query)
     query[0, 0] = torch.nan
     refuses("queries x must not hold NaN for this similarity", memory.search, query)
 

@@ -102,8 +102,8 @@ def test_few_losses_are_needed_for_the_minimum(bounded, monkeypatch):
     assert len(evaluated) < 40
 
 
-def trial(member, name="learned"):
-    return Trial(name, member, lambda similarity: None)
+def trial(member, name="learned", loss=0.0):
+    return Trial(name, member, loss)
 
 
 def test_the_solution_that_fails_least_where_damage_is_heavy_is_preferred():
@@ -111,13 +111,14 @@ def test_the_solution_that_fails_least_where_damage_is_heavy_is_preferred():
     slightly, clearly = first.clone(), first.clone()
     slightly[[8, 18, 28]], slightly[0] = True, False
     clearly[8:60] = True
-    trials = [trial("L1", "L1"), *(trial("near") for _ in range(3))]
-    for other, errors, number in ((slightly, 2.0, 1), (clearly, 2.0, 2), (slightly, 0.0, 2)):
+    trials = [trial("L1", "L1"), *(trial("near", loss=loss) for loss in (0.4, 0.3, 0.2))]
+    cases = (slightly, 2.0, 1), (clearly, 2.0, 2), (slightly, 0.0, 2), (first.roll(1), 0.0, 2), (first, 2.0, 1)
+    for other, errors, number in cases:
         right = torch.stack([~first, first, other, ~first])
-        order = _preferences(trials, right, errors)
+        order = _preferences(trials, right, errors, lambda loss: loss)
         assert order[0] == number
         assert sorted(order) == list(range(4))
-    assert _preferences(trials, torch.cat([torch.ones(1, 400, dtype=torch.bool), right[1:]]), 2.0)[0] == 0
+    assert _preferences(trials, torch.cat([torch.ones(1, 400, dtype=torch.bool), right[1:]]), 2.0, None)[0] == 0
 
 
 def test_a_member_that_costs_more_must_be_better_by_a_standard_error():
@@ -125,10 +126,10 @@ def test_a_member_that_costs_more_must_be_better_by_a_standard_error():
     equal, better = cheap.roll(1), cheap.clone()
     better[8:40] = True
     trials = [trial("cheap"), trial("dear"), trial("dearest")]
-    assert _preferences(trials, torch.stack([cheap, equal, equal]), 2.0)[0] == 0
-    assert _preferences(trials, torch.stack([cheap, equal, better]), 2.0)[0] == 2
-    assert _preferences(trials, torch.stack([cheap, better, better]), 2.0)[0] == 1
-    assert _preferences(trials, torch.stack([equal & cheap, cheap, better]), 2.0)[0] == 2
+    assert _preferences(trials, torch.stack([cheap, equal, equal]), 2.0, None)[0] == 0
+    assert _preferences(trials, torch.stack([cheap, equal, better]), 2.0, None)[0] == 2
+    assert _preferences(trials, torch.stack([cheap, better, better]), 2.0, None)[0] == 1
+    assert _preferences(trials, torch.stack([equal & cheap, cheap, better]), 2.0, None)[0] == 2
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import Init
 from ahop_layers.similarity.associator import Associator
 from ahop_layers.similarity.blocks import BlocksArgument
-from ahop_layers.similarity.fixed import dot_product
 from ahop_layers.similarity.options import SimilarityOptions, SimilaritySource
+from ahop_layers.similarity.protocol import dot_product
 
 
 def attend_mask(mask: Tensor | None, is_causal: bool) -> Mask | None:

@@ -16,8 +16,7 @@ from ahop_layers.ops.operators import has_hooks, is_transformed
 from ahop_layers.packed import Packed, PackedPatterns
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.associator import Associator, reset
-from ahop_layers.similarity.fixed import dot_product
-from ahop_layers.similarity.protocol import Similarity
+from ahop_layers.similarity.protocol import ScoreFunction, dot_product
 
 
 class Retrieval(NamedTuple):
@@ -222,7 +221,7 @@ class AssociationCore(Associator):
         else:
             keys, values = heads(key.transpose(0, 1), 1), heads(value.transpose(0, 1), 2)
             stored = self._pad(state, keys, values, key_padding_mask, attn_mask)
-        similarity: Similarity = dot_product if self.similarity is None else self.similarity
+        similarity: ScoreFunction = dot_product if self.similarity is None else self.similarity
         score, scaling = similarity, 1.0 if scaling is None else scaling
         if isinstance(scaling, Tensor) and scaling.ndim == 1:
             factors = rearrange(scaling.repeat(state.shape[-1]), "(h d) -> h 1 d", h=self.num_heads)

@@ -7,25 +7,25 @@ of the log odds of the best hit, which tell whether one pattern fits better than
 to damaged copies of stored patterns, and to the same queries while their pattern, or its class, is left out.
 """
 
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ahop_layers.memory.arrays import as_given
-from ahop_layers.memory.labels import class_logsumexp
+from ahop_layers.memory.arrays import as_given, class_logsumexp
+from ahop_layers.memory.fitted import FOREIGN, Calibration
 from ahop_layers.memory.learn.candidates import CANDIDATES, some_patterns
 from ahop_layers.memory.learn.questions import Pairs
 from ahop_layers.memory.learn.regression import minimize
-from ahop_layers.memory.search import Queries, Scorer
+from ahop_layers.memory.state import Queries, State
 from ahop_layers.memory.storage import nested
 from ahop_layers.memory.variants import Variant
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity.protocol import is_solvable
 
-CALIBRATED = 1024  # number of queries to which the confidence is fitted; as many unknown ones are kept
+CALIBRATED = 1024  # number of queries to which the confidence is fitted
 CALIBRATED_ELEMENTS = 2**20  # number of elements of the patterns with which each of them is compared
 OCTAVES = (-4.0, 8.0)  # range of the factor in powers of two, relative to the deviation of scores
 FACTOR_LOSS = 0.01  # what the smallest possible factor may add to the loss
@@ -33,17 +33,11 @@ PENALTY = 1e-4  # of the weights of the evidence
 MOST_ODDS = 30.0  # limit of log odds
 
 
-class Calibration(NamedTuple):
-    """How scores become confidences: a factor of the scores, and weights of the log-sum-exp, the log odds and 1."""
-
-    factor: float
-    weights: tuple[float, float, float]
-
-    def confidence(self, own: Tensor, total: Tensor) -> Tensor:
-        """Returns the confidence of hits from the log-sum-exp of each ``(L, k)`` and of all patterns ``(L,)``."""
-        features = evidence(own[:, 0], total)
-        known = functional.logsigmoid(features @ features.new_tensor(self.weights))
-        return (own - total[:, None] + known[:, None]).exp().nan_to_num(0.0)  # without a known value in common
+def confidence(calibration: Calibration, own: Tensor, total: Tensor) -> Tensor:
+    """Returns the confidence of hits from the log-sum-exp of each ``(L, k)`` and of all patterns ``(L,)``."""
+    features = evidence(own[:, 0], total)
+    known = functional.logsigmoid(features @ features.new_tensor(calibration.weights))
+    return (own - total[:, None] + known[:, None]).exp().nan_to_num(0.0)  # without a known value in common
 
 
 def evidence(own: Tensor, total: Tensor) -> Tensor:
@@ -53,28 +47,21 @@ def evidence(own: Tensor, total: Tensor) -> Tensor:
     return torch.stack([total, odds, torch.ones_like(total)], -1)
 
 
-class Asked(NamedTuple):
-    """A search: queries as they were given and as rows, what they were scored against, and the calibration then."""
-
-    given: Any
-    scorer: Scorer
-    queries: Queries
-    calibration: Calibration | None
-
-
 class Hits:
     """The best patterns of each query: ``scores, indices = hits``, each ``(..., k)``, best first.
 
-    Ids, labels and confidence are computed when they are asked for, from what the memory stored when it was searched:
-    ask before a new fit. If the memory is sharded, all ranks must ask for the confidence together.
+    Ids, labels and confidence are computed when they are asked for, from the state of the memory when it was searched,
+    which hits keep, with a copy of the queries. Pickled hits have the values of all attributes instead. If the memory
+    is sharded, all ranks must ask for the confidence together, and pickled hits have it only if it was asked for.
 
     Attributes:
         scores: the scores ``(..., k)``.
         indices: the indices of the patterns ``(..., k)``.
     """
 
-    def __init__(self, scores: Any, indices: Any, asked: Asked) -> None:
-        self.scores, self.indices, self._asked = scores, indices, asked
+    def __init__(self, scores: Any, indices: Any, given: Any, state: State, queries: Queries) -> None:
+        self.scores, self.indices, self._given, self._state = scores, indices, given, state
+        self._queries = queries._replace(rows=queries.rows.clone())
 
     def __iter__(self) -> Any:
         return iter((self.scores, self.indices))
@@ -86,62 +73,64 @@ class Hits:
         return 2
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the values of all attributes, without the memory."""
-        names = ("scores", "indices", "ids", "labels", "confidence")
-        return {name: getattr(self, name) for name in names}
+        sharded = "_state" in self.__dict__ and self._state.stored.shards is not None
+        confidence = self.__dict__.get("confidence") if sharded else self.confidence
+        values = {name: getattr(self, name) for name in ("scores", "indices", "ids", "labels")}
+        return values | {"confidence": confidence}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
     def __repr__(self) -> str:
-        shown = {"scores": self.scores, "indices": self.indices, "ids": self.ids, "confidence": self.confidence}
+        shown = {"scores": self.scores, "indices": self.indices, "ids": self.ids} | {
+            name: value for name, value in self.__dict__.items() if name == "confidence"
+        }
         return f"Hits({', '.join(f'{name}={value!r}' for name, value in shown.items() if value is not None)})"
 
     @cached_property
     def ids(self) -> Any:
         """The ids of the patterns, as nested lists, or as an array if the queries were one; None without ids."""
-        ids = self._asked.scorer.stored.ids
-        return None if ids is None else as_given(self._asked.given, nested(self.indices.tolist(), ids))
+        ids = self._state.stored.ids
+        return None if ids is None else as_given(self._given, nested(self.indices.tolist(), ids))
 
     @cached_property
     def labels(self) -> Any:
         """The labels of the patterns ``(..., k)``; nested lists, or an array, if they are strings; None without."""
-        stored = self._asked.scorer.stored
+        stored = self._state.stored
         if stored.classes is None:
             return None
         labels = stored.classes.labels[stored.class_of(self._places())]
-        return as_given(self._asked.given, stored.named(self._asked.queries.result(labels)))
+        return as_given(self._given, stored.named(self._queries.result(labels)))
 
     @cached_property
     @torch.no_grad()
     def confidence(self) -> Any:
         """The probability of each hit, or of its class, ``(..., k)``: other patterns, and none, have the rest.
 
-        It is None until :meth:`~ahop_layers.AssociativeMemory.fit` has calibrated the scores. It needs the scores of
+        It is None if no :meth:`~ahop_layers.AssociativeMemory.fit` had calibrated the scores. It needs the scores of
         all patterns, and takes as long as the search.
         """
-        given, scorer, queries, calibration = self._asked
+        calibration, stored, places = self._state.fitted.calibration, self._state.stored, self._places()
         if calibration is None:
             return None
-        stored, places = scorer.stored, self._places()
-        found = scorer.logsumexp(queries, calibration.factor, stored.classes is not None)
+        found = self._state.logsumexp(self._queries, calibration.factor, stored.classes is not None)
         if stored.classes is None:
             scores = torch.as_tensor(self.scores, device=places.device).reshape(places.shape)
             own = calibration.factor * scores.to(found.dtype)
         else:
             own = found.gather(-1, stored.class_of(places))
-        return as_given(given, queries.result(calibration.confidence(own, found.logsumexp(-1))))
+        return as_given(self._given, self._queries.result(confidence(calibration, own, found.logsumexp(-1))))
 
     def _places(self) -> Tensor:
         """Returns the indices as a matrix ``(L, k)`` on the device of the patterns."""
-        device = self._asked.queries.rows.device
-        return torch.as_tensor(self.indices, device=device).reshape(len(self._asked.queries.rows), -1)
+        rows = self._queries.rows
+        return torch.as_tensor(self.indices, device=rows.device).reshape(len(rows), -1)
 
 
 @torch.no_grad()
 def calibrate(
-    scorer: Scorer, damage: Variant | Pairs, leave_out: bool, generator: torch.Generator
-) -> tuple[Calibration, Tensor] | None:
+    state: State, damage: Variant | Pairs, leave_out: bool, generator: torch.Generator
+) -> tuple[Calibration | None, Tensor]:
     """Fits the confidence of hits to the share of hits that are right.
 
     Half of the queries belong to a stored pattern. The others are the same queries, while their pattern and its class
@@ -149,12 +138,11 @@ def calibrate(
     labels, or of an index, and a query. If ``leave_out``, the pattern that a query was made of does not answer for it,
     unless it is the only one of its class.
 
-    Returns the calibration, and the confidences of unknown queries in ascending order; None if the patterns are all
-    equal, or of one class.
+    Returns the calibration, and FOREIGN quantiles of the confidences of unknown queries; None and zeros if the patterns
+    are all equal, or of one class.
     """
-    stored, similarity, device = scorer.stored, scorer.similarity, scorer.stored.patterns.device
-    # Images have several views, each of which takes time.
-    size = sum(part.dim for part in similarity.parts()) if is_solvable(similarity) else stored.dim
+    stored, device = state.stored, state.stored.patterns.device
+    size = sum(part.dim for part in state.frozen.parts()) or stored.dim  # each view of an image takes time
     kept = some_patterns(stored.count, stored.dim, generator)[: max(CANDIDATES, CALIBRATED_ELEMENTS // size)]
     by_class = stored.classes is not None
     if isinstance(damage, Variant):
@@ -174,14 +162,14 @@ def calibrate(
             place = torch.searchsorted(known, target).clamp(max=len(known) - 1)
             there = known[place] == target
             target, query, origin = place[there], query[there], origin[there]
-    subset = scorer._replace(stored=some)
-    scores = subset.scores(scorer.within_reach(query.to(some.dtype))).to(accumulation_dtype(some.dtype))
+    subset = replace(state, stored=some)
+    scores = subset.scores(state.within_reach(query.to(some.dtype))).to(accumulation_dtype(some.dtype))
     return _fit(scores, target, origin if leave_out else None, subset, stored.count)
 
 
 def _fit(
-    scores: Tensor, target: Tensor, origin: Tensor | None, subset: Scorer, count: int
-) -> tuple[Calibration, Tensor] | None:
+    scores: Tensor, target: Tensor, origin: Tensor | None, subset: State, count: int
+) -> tuple[Calibration | None, Tensor]:
     """Fits the confidence to ``scores (L, n)`` of queries of the classes, or patterns, ``target (L,)``."""
     place, classes = torch.arange(scores.shape[1], device=scores.device), subset.stored.classes
     of_pattern = place if classes is None else classes.of_pattern
@@ -193,7 +181,7 @@ def _fit(
     finite = scores[scores.isfinite()]
     unit = finite.std(correction=0).item() if len(finite) else 0.0
     if not unit > 0 or not bool((of_pattern != of_pattern[0]).any()):
-        return None
+        return None, torch.zeros(FOREIGN, device=scores.device)
 
     def logits(scores: Tensor, factor: float) -> Tensor:
         """Returns the log-sum-exp of each class, or pattern; a sample of the patterns stands for all of them."""
@@ -217,7 +205,9 @@ def _fit(
     if found.shape[1] < 3:  # if one is left out, there are no odds among the others
         features[:, 1] = 0.0
     calibration = Calibration(factor, _logistic(features, (own[:, 0] - total)[usable], right[usable]))
-    return calibration, calibration.confidence(own, total)[len(scores) :, 0].sort().values
+    foreign = confidence(calibration, own, total)[len(scores) :, 0]
+    shares = torch.linspace(0, 1, FOREIGN, dtype=foreign.dtype, device=foreign.device)
+    return calibration, foreign.quantile(shares).float()
 
 
 def _logistic(features: Tensor, log_share: Tensor, right: Tensor) -> tuple[float, float, float]:

@@ -1,27 +1,29 @@
 """Fitting a memory: queries are drawn or given, the similarity learns from them, and its confidence is calibrated."""
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_same_device, describe
-from ahop_layers.memory.arrays import as_indices, as_tensor, from_numpy
-from ahop_layers.memory.confidence import Calibration, calibrate
-from ahop_layers.memory.labels import as_labels
+from ahop_layers.memory.arrays import as_indices, as_labels, as_tensor, from_numpy
+from ahop_layers.memory.confidence import calibrate
+from ahop_layers.memory.fitted import Fitted
 from ahop_layers.memory.learn import questions
 from ahop_layers.memory.learn.auto import AutoSimilarity
 from ahop_layers.memory.learn.candidates import some_patterns
 from ahop_layers.memory.learn.questions import Pairs
 from ahop_layers.memory.learn.solve import FitReport, learn
-from ahop_layers.memory.search import Scorer, measure_shortlist
+from ahop_layers.memory.repair import learn_repair
+from ahop_layers.memory.state import State, measure_shortlist
 from ahop_layers.memory.storage import Stored, read_values
 from ahop_layers.memory.variants import Variant, as_damage
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity.protocol import is_solvable
 
 SHORTLIST_QUERIES = 128  # number of queries by which the length of a shortlist is chosen
 JUDGED_PATTERNS = 2**16  # most stored patterns among which held-out queries are searched for
@@ -45,19 +47,19 @@ def progress_line(wanted: bool) -> Iterator[Callable[[str], None]]:
 
 @torch.no_grad()
 def fit(
-    scorer: Scorer, damage: Any, by_label: bool, seed: int, show: Callable[[str], None]
-) -> tuple[float, tuple[Calibration, Tensor] | None, FitReport]:
-    """Learns the similarity of a memory in place; see :meth:`ahop_layers.AssociativeMemory.fit`.
+    state: State, damage: Any, by_label: bool, seed: int, fits_beta: bool, show: Callable[[str], None]
+) -> tuple[State, FitReport]:
+    """Returns the state after a fit, and its report; see :meth:`ahop_layers.AssociativeMemory.fit`.
 
-    ``show`` is told what is done next. Returns the temperature, by which scores are divided to be logits, the result of
-    :func:`calibrate`, and the report.
+    ``show`` is told what is done next.
     """
-    stored, similarity, device = scorer.stored, scorer.similarity, scorer.stored.patterns.device
+    stored, similarity, device = state.stored, state.frozen, state.stored.patterns.device
     show("drawing queries")
+    given = damage
     if damage is None:
-        missing, copies = getattr(similarity, "allows_missing", False), not (by_label and stored.shares_classes)
-        damage = questions.any_damage(stored.shape, missing, copies)
-    data = _read_damage(damage, scorer, by_label)
+        copies = not (by_label and stored.shares_classes)
+        damage = questions.any_damage(stored.shape, similarity.allows_missing, copies)
+    data = _read_damage(damage, state, by_label)
     # Another seed: patterns that a user drew with this one would be values that replace others.
     generator = torch.Generator(device).manual_seed(seed ^ 0x5851F42D4C957F2D)
     kept = some_patterns(stored.count, stored.dim, generator)
@@ -77,48 +79,53 @@ def fit(
     if isinstance(data, Variant):
         data = data.bind(mined_patterns)
         # Weights of several views need more queries.
-        several = is_solvable(similarity) and len(similarity.parts()) > 1
-        number = questions.MOST_QUERIES if several else questions.QUERIES
+        number = questions.MOST_QUERIES if len(similarity.parts()) > 1 else questions.QUERIES
         asked = questions.draw(data, mined_patterns, mined_labels, generator, number)
     else:
         if not by_label:
             asked = asked._replace(origin=torch.searchsorted(kept, asked.origin))
         asked = questions.with_intact(asked, mined_patterns, generator)
     options: dict[str, Any] = {}
-    bias = getattr(similarity, "bias", None)
     if isinstance(similarity, AutoSimilarity):
         if not isinstance(data, Variant) or data.shifts:
-            options["biases"] = _possible_biases(*_bias_pairs(data, stored, by_label, generator), *stored.limits())
-    elif bias is not None and bias.requires_grad and not bias.any():
-        bias.copy_(_estimate_bias(*_bias_pairs(data, stored, by_label, generator))[0])
-    temperature, report = learn(
+            options["biases"] = _possible_biases(*_bias_pairs(data, stored, by_label, generator), *stored.limits)
+    elif isinstance(bias := getattr(similarity, "bias", None), nn.Parameter) and bias.requires_grad and not bias.any():
+        similarity = copy.deepcopy(similarity)
+        cast(Any, similarity).bias.copy_(_estimate_bias(*_bias_pairs(data, stored, by_label, generator))[0])
+    similarity, temperature, report = learn(
         similarity, patterns, own, asked, generator, show, mined=mined, count=stored.count, **options
     )
-    asked_for = data
+    learned = state.of(similarity)
+    if fits_beta:
+        learned = replace(learned, beta=torch.full_like(state.beta, 1 / temperature))
+    target = data
     if stored.classes is not None and not by_label and not isinstance(data, Variant):
-        data = stored.class_of(data[0]), data[1]
+        target = stored.class_of(data[0]), data[1]
     generator = torch.Generator(device).manual_seed(seed ^ 0x2545F491 ^ 0x5851F42D4C957F2D)
     show("calibrating the confidence")
-    calibrated, codes = calibrate(scorer, data, by_label, generator), stored.keep("codes")
-    if codes is not None:
+    calibration, foreign = calibrate(learned, target, by_label, generator)
+    if state.codes is not None:
         show("measuring shortlists")
-        stored.drop("codes")
-        scorer.codes(len(codes.rate))
-        if isinstance(asked_for, Variant):
+        learned = learned.with_codes(len(state.codes.rate))
+        if isinstance(data, Variant):
             origin = torch.randint(stored.count, (SHORTLIST_QUERIES,), generator=generator)
-            asked_for = origin, asked_for(stored.sample(origin), generator)
-        origin, rows = (each[:SHORTLIST_QUERIES] for each in asked_for)
-        report = report._replace(shortlist=measure_shortlist(scorer, None if by_label else origin, rows))
-    return temperature, calibrated, report
+            data = origin, data(stored.sample(origin), generator)
+        origin, rows = (each[:SHORTLIST_QUERIES] for each in data)
+        report = report._replace(shortlist=measure_shortlist(learned, None if by_label else origin, rows))
+    show("learning to repair")
+    mixture, left = learn_repair(learned, given, by_label, seed)
+    length = report.shortlist.length if report.shortlist else 0
+    fitted = Fitted(mixture, calibration, foreign, length, stored.count)
+    return replace(learned, fitted=fitted), report._replace(repair=left)
 
 
-def _read_damage(damage: Any, scorer: Scorer, by_label: bool) -> Variant | Pairs:
+def _read_damage(damage: Any, state: State, by_label: bool) -> Variant | Pairs:
     """Returns a damage as a variant, or the index or class and the query of given pairs."""
     if not isinstance(damage, (tuple, list)) or any(map(callable, damage)):
-        return as_damage(damage).of_shape(scorer.stored.shape)
+        return as_damage(damage).of_shape(state.stored.shape)
     if len(damage) != 2:
         raise AHopError(f"damage must be a variant or a pair (index, query), got {len(damage)} values")
-    stored, device = scorer.stored, scorer.stored.patterns.device
+    stored, device = state.stored, state.stored.patterns.device
     target, query = from_numpy(damage[0], device), as_tensor("query", damage[1], device, stored.columns)
     check_same_device(query=query, patterns=stored.patterns)
     query = query.to(torch.promote_types(query.dtype, stored.dtype))
@@ -137,7 +144,7 @@ def _read_damage(damage: Any, scorer: Scorer, by_label: bool) -> Variant | Pairs
         rule = f"damage must be index (n,) and query (n, d) with d = {stored.dim} and n >= 1"
         raise AHopError(f"{rule}, got {describe(index)} and {describe(query)}")
     if read_values("query", query)[0]:
-        scorer.check_missing("query")
+        state.check_missing("query")
     return index, query
 
 

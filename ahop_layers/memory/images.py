@@ -12,6 +12,7 @@ from ahop_layers.errors import AHopError, check_sizes, describe
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
 from ahop_layers.similarity.blocks import Blocks
+from ahop_layers.similarity.protocol import Similarity
 
 PIXELS: tuple[BaseArgument, ...] = ("l1", ("near", 0.02), ("near", 0.1), ("near", 0.5))
 CONTRASTS: tuple[BaseArgument, ...] = (("near", 0.05), ("near", 0.2))
@@ -23,7 +24,7 @@ CHANCE_SHARE = 0.05  # share of the pixels, the best ones, that do not count: so
 CONTRAST_START = 1.5  # weight of the widest saturating similarity of contrasts, relative to the patches
 
 
-class ImageSimilarity(nn.Module):
+class ImageSimilarity(nn.Module, Similarity):
     """Scores how well two images agree, although a part of one of them is covered, wrong or unknown.
 
     The score is the sum of adaptive similarities of several views of the images. Each of them sorts what it compares
@@ -126,10 +127,6 @@ class ImageSimilarity(nn.Module):
         parts: list[Any] = [self.pixels, self.contrasts, *self.patches]
         return [part for part in parts if part is not None]
 
-    def sources(self) -> list[Tensor]:
-        """Returns the tensors that :meth:`prepare` depends on: an index for each view, and the scale."""
-        return [*self._indices(), self.dark]
-
     def _indices(self) -> list[Tensor]:
         return [buffer for name, buffer in self.named_buffers(recurse=False) if name.startswith("_index_")]
 
@@ -144,7 +141,9 @@ class ImageSimilarity(nn.Module):
             raise AHopError(f"images must have {expected} values, got {describe(rows)}")
         return [self._seen(rows, index) for index in self._indices()]
 
-    prepare = views  # of patterns, which a memory keeps
+    def prepare(self, key: Tensor) -> list[Tensor]:
+        """Returns the :meth:`views` of keys, so that those of keys that stay are computed once."""
+        return self.views(key)
 
     def _seen(self, rows: Tensor, index: Tensor) -> Tensor:
         if len(index) == 1:

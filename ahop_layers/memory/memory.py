@@ -1,34 +1,36 @@
 """AssociativeMemory: search of stored patterns Xi by a learned similarity, and retrieval ``y = Xi sep(sim(Xi, x))``."""
 
+import copy
 import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ahop_layers import files
 from ahop_layers.association import change, iterate
 from ahop_layers.errors import AHopError, check_callable, check_choice, check_numbers, check_seed, check_sizes, describe
 from ahop_layers.memory import storage
 from ahop_layers.memory.arrays import Array, as_given, as_indices, column_names, from_numpy
-from ahop_layers.memory.confidence import CALIBRATED, Asked, Calibration, Hits
+from ahop_layers.memory.confidence import Hits
 from ahop_layers.memory.fit import fit, progress_line
+from ahop_layers.memory.fitted import Fitted, check_tensors
 from ahop_layers.memory.learn.auto import first_inverse_temperature
 from ahop_layers.memory.learn.solve import FitReport
-from ahop_layers.memory.parts import describe_parts, make_parts, named_similarity
-from ahop_layers.memory.repair import NEIGHBORS, Mixture, Repaired
-from ahop_layers.memory.search import CHUNK_SCORES, QUERIES_AT_ONCE, Scorer
+from ahop_layers.memory.parts import describe_parts, make_parts, named_similarity, overwrite_
+from ahop_layers.memory.repair import NEIGHBORS, Repaired, repair
 from ahop_layers.memory.shards import Shards
+from ahop_layers.memory.state import CHUNK_SCORES, QUERIES_AT_ONCE, State, are_equal, versions
 from ahop_layers.memory.storage import Stored, as_patterns, make_stored
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import check_state, unchanged_on_error
 from ahop_layers.similarity.associator import Associator
-from ahop_layers.similarity.protocol import Similarity
+from ahop_layers.similarity.protocol import OwnSimilarity, ScoreFunction, Similarity
 
 CHANGES_UNTIL_FIT = 0.5  # patterns added or removed since a fit, as a share of those fitted, until another one is due
 
@@ -71,94 +73,118 @@ class AssociativeMemory(Associator):
     [['pattern 0'], ['pattern 1'], ['pattern 2']]
     """
 
-    _ranges: ClassVar[dict[str, str]] = {
-        "beta": "a positive number",
-        "foreign": "a number between 0 and 1",
-        "fit_counts": "a number of at least 0",
-        "shortlist": "a number of at least 0",
-    }
-    beta: Tensor
-    calibration: Tensor
-    foreign: Tensor
-    fit_counts: Tensor
-    shortlist: Tensor
-    _stored: Stored
+    _state: State
 
     def __init__(
-        self, patterns: Any, similarity: str | Similarity = "auto", *, labels: Any = None, ids: Any = None,
+        self, patterns: Any, similarity: str | ScoreFunction = "auto", *, labels: Any = None, ids: Any = None,
         separation: str | Separation = "softmax", beta: float | None = None, check: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         columns = column_names("patterns", patterns)
         rows, shape = as_patterns(patterns)
-        self._writing = threading.RLock()
-        self._stored = stored = make_stored(rows, shape, labels, ids, check, columns=columns)
+        stored = make_stored(rows, shape, labels, ids, check, columns=columns)
         wide = accumulation_dtype(stored.dtype)
         self._fits_beta = beta is None
         if beta is not None:
             check_numbers("a positive number", beta=beta)
-        self.register_buffer("beta", torch.tensor(float(beta or 1.0), dtype=wide, device=rows.device))
-        if not 0 < self.beta < torch.inf:
+        factor = torch.tensor(float(beta or 1.0), dtype=wide, device=rows.device)
+        if not 0 < factor < torch.inf:
             raise AHopError(f"beta must be a positive number within the range of {wide}, got {beta!r}")
-        self.register_buffer("calibration", torch.zeros(4, dtype=torch.float64, device=rows.device))  # none yet
-        self.register_buffer("foreign", torch.zeros(CALIBRATED, device=rows.device))
-        # The number of patterns at the last fit, and of those added or removed since.
-        self.register_buffer("fit_counts", torch.zeros(2, dtype=torch.int64, device=rows.device))
-        self.register_buffer("shortlist", torch.zeros((), dtype=torch.int64, device=rows.device))  # 0: not measured
-        self.mixture = Mixture(stored.dim, wide, rows.device)
-        some = torch.arange(0, len(rows), max(1, rows.numel() // 2**21), device=rows.device)
-        sample = rows if rows.dtype == stored.dtype else stored.sample(some)
+        sample = stored.sample(torch.arange(0, len(rows), max(1, rows.numel() // 2**21), device=rows.device))
+        sample = rows if rows.dtype == stored.dtype else sample
         self.similarity = named_similarity(similarity, sample, shape) if isinstance(similarity, str) else similarity
         self.separation = Separation(separation) if isinstance(separation, str) else separation
         check_callable(similarity=self.similarity, separation=self.separation)
-        if stored.unknown:
-            self._scorer().check_missing("patterns")
-        if hasattr(self.similarity, "fix_scales_"):
-            self.similarity.fix_scales_(sample)  # not per chunk of patterns
+        self._changing, self._pending = threading.RLock(), cast(State | None, None)
+        live = self._live()
+        if stored.unknown and not live.allows_missing:
+            raise AHopError("patterns must not hold NaN for this similarity, got NaN: similarity='auto' allows it")
+        live.fix_scales_(sample)  # not per chunk of patterns
         if similarity == "auto" and beta is None:
-            self.beta.fill_(first_inverse_temperature(self.similarity, sample))
+            factor.fill_(first_inverse_temperature(live, sample))
+        self._publish(State(stored, live, live, factor, Fitted.none(stored.dim, wide, rows.device)))
+        # A module that contains the memory loads its parts after the memory itself.
+        self.register_load_state_dict_post_hook(_publish_loaded)  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
-        return self._stored.count
+        return self._state.stored.count
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_writing"}
+        return {name: value for name, value in self.__dict__.items() if name != "_changing"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._writing = threading.RLock()  # each copy has its own
+        self._changing = threading.RLock()  # each copy has its own
+
+    # The state. A method reads it once, in its first line; what changes it holds the lock, and replaces it at the end.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "similarity" and "_state" in self.__dict__:
+            with self._changing:
+                self._publish(self._state)
+
+    def _live(self) -> Similarity:
+        """Returns the similarity as the package asks it."""
+        return self.similarity if isinstance(self.similarity, Similarity) else OwnSimilarity(self.similarity)
+
+    def _publish(self, state: State) -> None:
+        """Replaces the state, with a copy of the similarity as it is now."""
+        live = self._live()
+        sources = versions(live, state.stored.patterns)
+        frozen = copy.deepcopy(live) if isinstance(live, nn.Module) else live
+        self._state = replace(state, frozen=frozen, live=live, sources=sources)
+
+    def _read(self) -> State:
+        """Returns the state, after it has followed a similarity that was trained or loaded."""
+        state = self._state
+        if torch.compiler.is_compiling() or are_equal(state.sources, versions(state.live, state.stored.patterns)):
+            return state
+        with self._changing:
+            state = self._state
+            if not are_equal(state.sources, versions(state.live, state.stored.patterns)):
+                self._publish(replace(state, stored=replace(state.stored)))
+            return self._state
+
+    @property
+    def beta(self) -> Tensor:
+        """The inverse temperature, a scalar."""
+        return self._state.beta
 
     @property
     def patterns(self) -> Tensor:
         """The patterns in the shape in which they were given; of a sharded memory, the part of this rank."""
-        return self._stored.shaped(self._stored.patterns)
+        stored = self._state.stored
+        return stored.shaped(stored.patterns)
 
     @property
     def labels(self) -> Any:
         """The class of each pattern ``(N,)``, a list if they are strings; None if there are none."""
-        stored = self._stored
+        stored = self._state.stored
         return None if stored.labels is None else stored.named(stored.labels)
 
     @property
     def ids(self) -> list[str | int] | None:
         """The name of each pattern, or None."""
-        return None if self._stored.ids is None else list(self._stored.ids)
+        ids = self._state.stored.ids
+        return None if ids is None else list(ids)
 
     @property
     def columns(self) -> list[str] | None:
         """The names of the columns of the data frame that the patterns were, or None."""
-        return None if self._stored.columns is None else list(self._stored.columns)
+        columns = self._state.stored.columns
+        return None if columns is None else list(columns)
 
     @property
     def classes(self) -> Any:
         """The distinct labels in ascending order ``(n_classes,)``, a list if they are strings; None without labels."""
-        stored = self._stored
+        stored = self._state.stored
         return None if stored.classes is None else stored.named(stored.classes.labels)
 
     @property
     def shards(self) -> Shards | None:
         """Which part of the patterns this rank keeps, if the memory is sharded."""
-        return self._stored.shards
+        return self._state.stored.shards
 
     # Search.
 
@@ -174,9 +200,9 @@ class AssociativeMemory(Associator):
         >>> AssociativeMemory(torch.eye(3), "dot").scores(torch.tensor([1.0, 2.0, 3.0]))
         tensor([1., 2., 3.])
         """
-        scorer = self._scorer()
-        asked = scorer.queries(x, "scores")
-        return as_given(x, asked.result(scorer.scores(asked.rows, asked.missing)))
+        state = self._read()
+        asked = state.queries(x, "scores")
+        return as_given(x, asked.result(state.scores(asked.rows, asked.missing)))
 
     @torch.no_grad()
     def recall(self, x: Array, shortlist: int | str | None = None) -> Array:
@@ -209,16 +235,15 @@ class AssociativeMemory(Associator):
         >>> scores, indices
         (tensor([2., 1.]), tensor([1, 3]))
         """
-        scorer = self._scorer()
+        state = self._read()
         check_sizes(k=k)
-        if k > scorer.stored.count:
-            raise AHopError(f"k must be at most the number of patterns, {scorer.stored.count}, got {k}")
-        length = None if shortlist is None else self._length(shortlist, k)
+        if k > state.stored.count:
+            raise AHopError(f"k must be at most the number of patterns, {state.stored.count}, got {k}")
+        state, length = self._with_codes(state, shortlist, int(k))  # PyTorch does not accept all integers of NumPy
         options = f"k={k}" if length is None else f"k={k}, shortlist={length}"
-        asked, calibration = scorer.queries(x, f"search({options})"), self._calibration()
-        found = scorer.search(asked, int(k), length)  # PyTorch does not accept all integers of NumPy
-        scores, indices = (as_given(x, asked.result(each)) for each in found)
-        return Hits(scores, indices, Asked(x, scorer, asked, calibration))
+        asked = state.queries(x, f"search({options})")
+        scores, indices = (as_given(x, asked.result(each)) for each in state.search(asked, int(k), length))
+        return Hits(scores, indices, x, state, asked)
 
     def build_codes(self, bits: int = 8) -> None:
         """Makes codes of the patterns, by which a search with a ``shortlist`` finds patterns to score.
@@ -238,21 +263,27 @@ class AssociativeMemory(Associator):
         check_sizes(bits=bits)
         if bits % 8:
             raise AHopError(f"bits must be a multiple of 8, got {bits}")
-        with self._writing:
-            self._stored.drop("codes")
-            self._scorer().codes(int(bits))
+        with self._changing:
+            self._state = self._read().with_codes(int(bits))
 
-    def _length(self, shortlist: Any, k: int) -> int:
-        """Returns the length of a shortlist of at least ``k`` patterns, the longest one that is measured for "auto"."""
+    def _with_codes(self, state: State, shortlist: Any, least: int) -> tuple[State, int | None]:
+        """Returns the state with codes, and the length of a shortlist of at least so many patterns, or None."""
         if isinstance(shortlist, str):
             check_choice("shortlist", shortlist, ("auto",))
-            if not self.shortlist:
+        elif shortlist is not None:
+            check_sizes(shortlist=shortlist)
+            if shortlist < least:
+                raise AHopError(f"shortlist must be at least k = {least}, got {shortlist}")
+        if shortlist is None or state.stored.patterns.device.type != "cpu":
+            return state, None
+        if isinstance(shortlist, str):
+            if not state.fitted.shortlist:
                 raise AHopError("shortlist='auto' needs memory.build_codes() and then memory.fit(), got no such fit")
-            return max(int(self.shortlist), k)
-        check_sizes(shortlist=shortlist)
-        if shortlist < k:
-            raise AHopError(f"shortlist must be at least k = {k}, got {shortlist}")
-        return int(shortlist)
+            shortlist = max(state.fitted.shortlist, least)
+        if state.codes is None and shortlist < state.stored.count:
+            self.build_codes()
+            state = self._read()
+        return state, int(shortlist)
 
     def class_scores(self, x: Array) -> Array:
         """Computes the log-sum-exp of the scores over the patterns of each class: ``(..., d) -> (..., n_classes)``.
@@ -263,8 +294,8 @@ class AssociativeMemory(Associator):
         >>> AssociativeMemory(torch.eye(3), "dot", labels=[4, 7, 7]).class_scores(torch.tensor([1.0, 2.0, 2.0]))
         tensor([1.0000, 2.6931])
         """
-        scores, stored = self._class_scores(x)
-        return as_given(x, scores.to(stored.dtype))
+        state = self._read()
+        return as_given(x, self._class_scores(state, x).to(state.stored.dtype))
 
     @torch.no_grad()
     def classify(self, x: Any) -> Any:
@@ -274,14 +305,14 @@ class AssociativeMemory(Associator):
         >>> memory.classify(torch.tensor([[2.0, 1.0, 1.0], [2.0, 1.5, 1.8]]))
         ['cat', 'dog']
         """
-        scores, stored = self._class_scores(x)
-        return as_given(x, stored.named(stored.given_classes().labels[scores.argmax(-1)]))
+        state = self._read()
+        labels = state.stored.given_classes().labels[self._class_scores(state, x).argmax(-1)]
+        return as_given(x, state.stored.named(labels))
 
-    def _class_scores(self, x: Any) -> tuple[Tensor, Stored]:
+    def _class_scores(self, state: State, x: Any) -> Tensor:
         """Computes the :meth:`class_scores` in the accumulation dtype."""
-        scorer = self._scorer()
-        asked = scorer.queries(x, "class_scores")
-        return asked.result(scorer.logsumexp(asked, self.beta, by_class=True)), scorer.stored
+        asked = state.queries(x, "class_scores")
+        return asked.result(state.logsumexp(asked, state.beta, by_class=True))
 
     # Confidence and reasons.
 
@@ -297,11 +328,12 @@ class AssociativeMemory(Associator):
         >>> hits.confidence[:, 0] > memory.threshold(false_accepts=0.05)
         tensor([ True,  True, False, False])
         """
+        fitted = self._read().fitted
         check_numbers("a number between 0 and 1", false_accepts=false_accepts)
-        if self._calibration() is None:
+        if fitted.calibration is None:
             rule = "threshold needs a fit of patterns of at least two classes, or of two different patterns"
             raise AHopError(f"{rule}, got none: call memory.fit()")
-        return self.foreign.quantile(1 - false_accepts).item()
+        return fitted.foreign.quantile(1 - false_accepts).item()
 
     @torch.no_grad()
     def explain(self, x: Array, index: Any = None) -> Array:
@@ -315,25 +347,15 @@ class AssociativeMemory(Associator):
         >>> AssociativeMemory(torch.tensor([[1.0, 2.0, 3.0]]), "l1").explain(torch.tensor([2.0, 2.0, 9.0]))
         tensor([-1., -0., -6.])
         """
-        self._unsharded("explain")
-        scorer, explain = self._scorer(), getattr(self.similarity, "explain", None)
-        if explain is None:
-            kind = type(self.similarity).__name__
-            raise AHopError(f"explain needs a fixed or an adaptive similarity, got {kind}")
-        asked = scorer.queries(x, "explain")
+        state = self._unsharded("explain")
+        stored, asked = state.stored, state.queries(x, "explain")
         if index is None:
-            place = scorer.search(asked, 1)[1][:, 0]
+            place = state.search(asked, 1)[1][:, 0]
         else:
-            place = as_indices(index, scorer.stored.count, asked.rows.device, tuple(asked.batch)).flatten()
+            place = as_indices(index, stored.count, asked.rows.device, tuple(asked.batch)).flatten()
         pairs = zip(torch.split(asked.rows, QUERIES_AT_ONCE), torch.split(place, QUERIES_AT_ONCE), strict=True)
-        parts = [explain(rows, scorer.stored.sample(at).to(rows.dtype)) for rows, at in pairs]
-        return as_given(x, scorer.stored.shaped(asked.result(torch.cat(parts))), scorer.stored.columns)
-
-    def _calibration(self) -> Calibration | None:
-        if torch.compiler.is_compiling():
-            return None
-        factor, *weights = self.calibration.tolist()
-        return Calibration(factor, (weights[0], weights[1], weights[2])) if factor else None
+        parts = [state.frozen.explain(rows, stored.sample(at).to(rows.dtype)) for rows, at in pairs]
+        return as_given(x, stored.shaped(asked.result(torch.cat(parts))), stored.columns)
 
     # Retrieval.
 
@@ -350,23 +372,22 @@ class AssociativeMemory(Associator):
 
     def forward(self, x: Array, steps: int = 1) -> Array:
         """As :meth:`retrieve`, with gradients."""
-        self._unsharded("retrieve")
-        scorer = self._scorer()
+        state = self._unsharded("retrieve")
+        stored = state.stored
         check_sizes(steps=steps)
-        asked = scorer.queries(x, "retrieve")
-        size = max(1, CHUNK_SCORES // scorer.stored.count)
-        states = torch.cat([self._update(scorer, chunk, steps) for chunk in torch.split(asked.rows, size)])
-        stored = scorer.stored
+        asked = state.queries(x, "retrieve")
+        size = max(1, CHUNK_SCORES // stored.count)
+        states = torch.cat([self._update(state, chunk, steps) for chunk in torch.split(asked.rows, size)])
         values = asked.result(states).to(stored.patterns.dtype if stored.patterns.is_floating_point() else stored.dtype)
         return as_given(x, values.reshape(tuple(getattr(x, "shape", values.shape))), stored.columns)
 
-    def _update(self, scorer: Scorer, rows: Tensor, steps: int) -> Tensor:
+    def _update(self, state: State, rows: Tensor, steps: int) -> Tensor:
         """Retrieves ``rows (L, d) -> (L, d)`` with ``steps`` updates."""
-        stored, bias = scorer.stored, getattr(self.similarity, "bias", None)
+        stored = state.stored
 
-        def attend(state: Tensor) -> Tensor:
-            scores = scorer.scores(state.flatten(0, -2)).reshape(*state.shape[:-1], stored.count)
-            logits = self.beta * scores.to(accumulation_dtype(scores.dtype))  # the product can exceed float16
+        def attend(rows: Tensor) -> Tensor:
+            scores = state.scores(rows.flatten(0, -2)).reshape(*rows.shape[:-1], stored.count)
+            logits = state.beta * scores.to(accumulation_dtype(scores.dtype))  # the product can exceed float16
             return self.separation(logits, masked=False)
 
         def read(weights: Tensor) -> Tensor:
@@ -377,9 +398,8 @@ class AssociativeMemory(Associator):
                 output = output * torch.where(known != 0, weights.sum(-1, keepdim=True) / known, torch.nan)
             return output
 
-        def follow(weights: Tensor) -> Tensor:
-            # The similarity subtracts the bias from its query, so it is added to a state made of patterns.
-            return read(weights) if bias is None else read(weights) + bias
+        def follow(weights: Tensor) -> Tensor:  # a state made of patterns has no bias
+            return state.similarity.biased(read(weights))
 
         return read(iterate(rows[None, None], attend, follow, change, int(steps) - 1, 0.0))[0, 0]
 
@@ -407,9 +427,8 @@ class AssociativeMemory(Associator):
         >>> bool((values - rows[190:]).abs().max() < 1.0), bool((intact[:, 1] < 0.5).all())
         (True, True)
         """
-        scorer = Scorer(self._unsharded("repair"), self.similarity)
-        length = None if shortlist is None else self._length(shortlist, min(NEIGHBORS, len(self)))
-        return self.mixture(scorer, x, self.beta, length)
+        state = self._unsharded("repair")
+        return repair(*self._with_codes(state, shortlist, min(NEIGHBORS, state.stored.count)), x)
 
     # Learning.
 
@@ -450,30 +469,15 @@ class AssociativeMemory(Associator):
         >>> dict(report.rows)["learned"] > dict(report.rows)["L1"]
         True
         """
-        stored = self._unsharded("fit")
         check_seed(seed=seed)
-        by = ("pattern" if stored.labels is None else "label") if by is None else by
-        check_choice("by", by, ("pattern", "label"))
-        with self._writing, torch.inference_mode(False), torch.no_grad(), unchanged_on_error(self):
-            with progress_line(progress) as show:
-                temperature, calibrated, report = fit(self._scorer(), damage, by == "label", int(seed), show)
-                if self._fits_beta:
-                    self.beta.fill_(1 / temperature)
-                show("learning to repair")
-                left = self.mixture.learn_(self._scorer(), damage, by == "label", self.beta, int(seed))
-            self.fit_counts = self.fit_counts.new_tensor([stored.count, 0])
-            self.shortlist = self.shortlist.new_tensor(report.shortlist.length if report.shortlist else 0)
-            self.calibration = torch.zeros_like(self.calibration)
-            if calibrated is not None:
-                calibration, foreign = calibrated
-                shares = torch.linspace(0, 1, CALIBRATED, dtype=foreign.dtype, device=foreign.device)
-                self.foreign = foreign.quantile(shares).to(self.foreign)
-                self.calibration = self.calibration.new_tensor([calibration.factor, *calibration.weights])
-        return report._replace(repair=left)
-
-    def _scorer(self) -> Scorer:
-        """Returns what scores queries against what is stored now."""
-        return Scorer(self._stored, self.similarity)
+        with self._changing, torch.inference_mode(False), torch.no_grad(), progress_line(progress) as show:
+            state = self._unsharded("fit")
+            by = ("pattern" if state.stored.labels is None else "label") if by is None else by
+            check_choice("by", by, ("pattern", "label"))
+            fitted, report = fit(state, damage, by == "label", int(seed), self._fits_beta, show)
+            overwrite_(self.similarity, fitted.frozen)
+            self._publish(fitted)
+        return report
 
     # What is stored.
 
@@ -491,8 +495,9 @@ class AssociativeMemory(Associator):
         >>> AssociativeMemory(torch.zeros(3, 4)).add(torch.ones(2, 4))
         tensor([3, 4])
         """
-        with self._writing:
-            stored = self._unsharded("add")
+        with self._changing:
+            state = self._unsharded("add")
+            stored = state.stored
             rows, shape = as_patterns(patterns, stored.columns)
             if shape not in (stored.shape, (stored.dim,)):
                 expected = ", ".join(map(str, ("n", *stored.shape)))
@@ -506,13 +511,10 @@ class AssociativeMemory(Associator):
             rows = storage.converted(rows, stored.patterns)
             added = make_stored(rows, stored.shape, labels, ids, check, stored.names)
             if added.unknown:
-                self._scorer().check_missing("patterns")
+                state.check_missing("patterns")
             joined, place = stored.joined(added, replace)
-            codes = stored.keep("codes")
-            if codes is not None:
-                joined.keep("codes", lambda: codes.added(added.patterns, place, len(joined.patterns)))
-            self._stored = joined
-            self._count_changes(len(rows))
+            codes = None if state.codes is None else state.codes.added(added.patterns, place, len(joined.patterns))
+            self._change(state, joined, codes, len(rows))
             return place
 
     def remove(self, index: Any = None, *, ids: Any = None) -> None:
@@ -523,8 +525,9 @@ class AssociativeMemory(Associator):
         >>> memory.patterns
         tensor([[0., 1., 0.]])
         """
-        with self._writing:
-            stored = self._unsharded("remove")
+        with self._changing:
+            state = self._unsharded("remove")
+            stored = state.stored
             if (index is None) == (ids is None):
                 raise AHopError(f"remove takes an index or ids, got {'neither' if index is None else 'both'}")
             keep = torch.ones(len(stored.patterns), dtype=torch.bool)
@@ -537,25 +540,24 @@ class AssociativeMemory(Associator):
                 raise AHopError(f"index must be indices or a mask of the {len(keep)} patterns, got {kind}") from None
             if not keep.any():
                 raise AHopError(f"index must leave at least one pattern, got all {len(keep)}")
-            rest, codes = keep.nonzero().flatten().to(stored.patterns.device), stored.keep("codes")
-            left = stored.only(rest)
-            if codes is not None:
-                left.keep("codes", lambda: codes._replace(packed=codes.packed[rest]))
-            self._stored = left
-            self._count_changes(len(keep) - len(self))
+            rest, codes = keep.nonzero().flatten().to(stored.patterns.device), state.codes
+            codes = None if codes is None else codes._replace(packed=codes.packed[rest])
+            self._change(state, stored.only(rest), codes, len(keep) - len(rest))
 
-    def _count_changes(self, count: int) -> None:
-        """Counts patterns that were added or removed since the last fit, and warns when another one is due."""
-        fitted, before = self.fit_counts.tolist()
-        self.fit_counts = self.fit_counts.new_tensor([fitted, before + count])
+    def _change(self, state: State, stored: Stored, codes: Any, count: int) -> None:
+        """Stores other patterns, counts those that changed since the last fit, and warns when another one is due."""
+        fitted, before = state.fitted.count, state.fitted.changes
+        self._publish(replace(state, stored=stored, codes=codes, fitted=replace(state.fitted, changes=before + count)))
         if fitted and before <= CHANGES_UNTIL_FIT * fitted < before + count:
             changed = f"{before + count} patterns were added or removed since the fit of {fitted}"
             warnings.warn(f"{changed}: call memory.fit() again, for the score and its confidence", stacklevel=3)
 
-    def _unsharded(self, name: str) -> Stored:
-        if self.shards is not None:
+    def _unsharded(self, name: str) -> State:
+        """Reads the state, or raises if the memory is sharded."""
+        state = self._read()
+        if state.stored.shards is not None:
             raise AHopError(f"{name} must be called before shard_, got a memory that is sharded")
-        return self._stored
+        return state
 
     def shard_(self, group: Any = None) -> "AssociativeMemory":
         """Keeps only a part of the patterns on each rank of a process group, and returns the memory.
@@ -577,34 +579,45 @@ class AssociativeMemory(Associator):
         ...     torch.distributed.destroy_process_group()
         tensor(1)
         """
-        stored = self._unsharded("shard_")
-        shards = Shards(group, stored.count, stored.patterns.device)
-        labels = None if stored.labels is None else stored.labels.tolist()
-        part = shards.take(self, stored.patterns, f"labels {labels} and ids {stored.ids}")
-        self._stored = replace(stored, patterns=part, shards=shards)
+        with self._changing:
+            state = self._unsharded("shard_")
+            stored = state.stored
+            shards = Shards(group, stored.count, stored.patterns.device)
+            labels = None if stored.labels is None else stored.labels.tolist()
+            part = shards.take(stored.patterns, f"labels {labels} and ids {stored.ids}")
+            own = state.tensors()
+            fitted = {name: shards.gather(each)[0] for name, each in own.items()}
+            with torch.no_grad():
+                for tensor in (*self.parameters(), *self.buffers()):
+                    tensor.copy_(shards.gather(tensor)[0])
+            self._publish(replace(state.loaded(fitted), stored=replace(stored, patterns=part, shards=shards)))
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> "AssociativeMemory":
         """Moves or converts the memory. ``beta`` can exceed float16, and stays in at least float32."""
-        mixture = self.mixture
-        before, labels = (self.beta, mixture.spread, mixture.least, self.calibration, self.foreign), self._stored.labels
-        labels = None if labels is None else fn(labels)
-        moved = replace(self._stored, patterns=fn(self._stored.patterns), labels=labels, classes=None)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._stored = moved
-        wide = accumulation_dtype(moved.dtype)
-        self.beta, mixture.spread, mixture.least = (each.to(self.beta.device, wide) for each in before[:3])
-        self.calibration, self.foreign = (each.to(self.calibration.device) for each in before[3:])
+        with self._changing:
+            state = self._state.moved(fn)
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            self._publish(state)
         return self
 
     # State dicts and files.
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Adds what is stored, unless it is a part of a sharded memory."""
-        with self._writing:
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-            if self.shards is None:
-                destination.update({prefix + name: tensor for name, tensor in self._stored.tensors().items()})
+        """Adds the state; of a sharded memory, without what is stored."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        state = self._read()
+        stored = {} if state.stored.shards else state.stored.tensors()
+        destination.update({prefix + name: tensor for name, tensor in (state.tensors() | stored).items()})
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """Returns the state dict of ``nn.Module``; no other thread changes the memory meanwhile.
+
+        >>> sorted(AssociativeMemory(torch.eye(3), "dot").state_dict())[:3]
+        ['beta', 'calibration', 'fit_counts']
+        """
+        with self._changing:
+            return super().state_dict(*args, **options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state dict, which may hold another number of patterns. If it fails, the memory is unchanged.
@@ -622,26 +635,29 @@ class AssociativeMemory(Associator):
         >>> len(memory)
         2
         """
-        with unchanged_on_error(self):
+        with self._changing, unchanged_on_error(self):
             return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
     ) -> None:
-        """Takes what is stored, and the number of patterns, from the state dict."""
+        """Takes the state from the state dict; it is published when the similarity is loaded, too."""
         check_state(self, state_dict, prefix)
-        calibration = state_dict.get(prefix + "calibration")
-        if isinstance(calibration, Tensor) and bool((calibration.flatten()[:1] < 0).any()):
-            raise AHopError(f"{prefix}calibration must have a factor of at least 0, got {calibration.tolist()}")
+        state = self._state
+        if prefix + "mixture.gate" in state_dict:  # which older ones have, too
+            state_dict.setdefault(prefix + "mixture.least", torch.zeros(()))
+        own = state.tensors()
+        given = {name: state_dict.pop(prefix + name) for name in own if prefix + name in state_dict}
+        stored = state.stored
+        names = [*own, *(() if stored.shards else stored.tensors())]
+        missing += [prefix + name for name in names if name not in given and prefix + name not in state_dict]
         if prefix + "patterns" in state_dict:
-            given = {name: state_dict.pop(prefix + name, None) for name in storage.STORED}
-            before = self._unsharded("load_state_dict")
-            stored = before.loaded(prefix, given, metadata.get("assign_to_params_buffers", False))
+            belongings = {name: state_dict.pop(prefix + name, None) for name in storage.STORED}
+            self._unsharded("load_state_dict")
+            stored = stored.loaded(prefix, belongings, metadata.get("assign_to_params_buffers", False))
             if stored.unknown:
-                self._scorer().check_missing(f"{prefix}patterns")
-            self._stored = stored
-        elif self.shards is None:
-            missing += [prefix + name for name in self._stored.tensors() if prefix + name not in state_dict]
+                state.check_missing(f"{prefix}patterns")
+        self._pending = replace(state.loaded(own | check_tensors(own, given, prefix)), stored=stored, codes=None)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
 
     def save(self, path: str | Path) -> None:
@@ -656,8 +672,9 @@ class AssociativeMemory(Associator):
         ...     AssociativeMemory.load(f"{folder}/memory.safetensors").classify(torch.eye(3))
         ['a', 'b', 'b']
         """
-        with self._writing:
-            tensors = {**self.state_dict(), **self._unsharded("save").tensors()}
+        with self._changing:
+            self._unsharded("save")
+            tensors = self.state_dict()
         header = describe_parts(self) | {"version": storage.FILE_VERSION, "fits_beta": self._fits_beta}
         files.write(files.as_path(path), storage.FILE_KEY, tensors, header)
 
@@ -676,7 +693,7 @@ class AssociativeMemory(Associator):
             own, parts = storage.belongings(tensors), make_parts(header, tensors)
             columns = own.pop("columns")
             memory = cls(tensors["patterns"], **own, **parts, check=check)
-            memory._stored = replace(memory._stored, columns=columns)
+            memory._publish(replace(memory._state, stored=replace(memory._state.stored, columns=columns)))
             rest = {name: tensor for name, tensor in tensors.items() if name not in storage.STORED}
             keys = memory.load_state_dict(rest, strict=False)
             if not set(storage.STORED).issuperset(keys.missing_keys) or keys.unexpected_keys:  # it has them already
@@ -686,3 +703,11 @@ class AssociativeMemory(Associator):
             message = f"path must be a file that AssociativeMemory.save wrote, got {str(path)!r}: {error}"
             raise AHopError(message) from error
         return memory
+
+
+def _publish_loaded(memory: AssociativeMemory, _: Any) -> None:
+    """Publishes what a state dict had for a memory, all of whose parts are loaded now."""
+    with memory._changing:
+        pending, memory._pending = memory._pending, None
+        if pending is not None:
+            memory._publish(pending)

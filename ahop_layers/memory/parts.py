@@ -13,8 +13,7 @@ from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
 from ahop_layers.similarity.blocks import Blocks
-from ahop_layers.similarity.fixed import FIXED, FixedSimilarity
-from ahop_layers.similarity.protocol import Similarity
+from ahop_layers.similarity.protocol import FIXED, FixedSimilarity, Similarity
 
 
 def named_similarity(name: str, patterns: Tensor, shape: Sequence[int] = ()) -> Similarity:
@@ -27,6 +26,21 @@ def named_similarity(name: str, patterns: Tensor, shape: Sequence[int] = ()) -> 
     if name == "auto":
         return AutoSimilarity(patterns)
     return AdaptiveSimilarity(patterns.shape[1]).to(patterns) if name == "adaptive" else FIXED[name]
+
+
+@torch.no_grad()
+def overwrite_(similarity: Any, other: Any) -> None:
+    """Gives a similarity the values of its copy; its parameters stay the same objects, for optimizers."""
+    if other is similarity or not isinstance(other, nn.Module):
+        return
+    for own, copied in zip(similarity.modules(), other.modules(), strict=True):
+        for name, parameter in own._parameters.items():
+            if parameter is not None:
+                parameter.copy_(copied._parameters[name])
+        for name, buffer in copied._buffers.items():
+            own._buffers[name] = None if buffer is None else buffer.clone()
+        if isinstance(own, AutoSimilarity):
+            own.refresh()
 
 
 def describe_parts(memory: Any) -> dict[str, Any]:

@@ -9,16 +9,17 @@ is not stored.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
 
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.arrays import as_given, as_tensor
+from ahop_layers.memory.fitted import CLOSED, OPEN, WEIGHED, Mixture
 from ahop_layers.memory.learn.auto import REACH
 from ahop_layers.memory.learn.questions import any_damage
-from ahop_layers.memory.search import Queries, Scorer
+from ahop_layers.memory.state import Queries, State
 from ahop_layers.memory.storage import Stored
 from ahop_layers.memory.variants import Replaced, Variant, as_damage
 
@@ -39,7 +40,6 @@ FAR = 2.0  # a value that is farther from the range of its column, in its length
 LOWEST = -1e9  # score of a neighbor without a common value, finite
 CHUNK_NEAR = 2**21  # number of values of neighbors that are read at once, to bound memory
 FARTHEST = 3.0  # limit of an error in units of its column, where errors are compared
-CLOSED, OPEN, WEIGHED = 1, 2, 3  # the gate: 0 is no fit; unknown values only; all values; neighbors weighed again
 
 
 class Repaired(NamedTuple):
@@ -49,183 +49,150 @@ class Repaired(NamedTuple):
     intact: Any
 
 
-class Mixture(nn.Module):
-    """What a fit learns for repair: how far intact values are from their neighbors ``(d,)``, and two gates.
+def repair(state: State, shortlist: int | None, x: Any) -> Repaired:
+    """Repairs queries; see :meth:`ahop_layers.AssociativeMemory.repair`."""
+    stored, mixture = state.stored, state.fitted.mixture
+    if not mixture.gate:
+        raise AHopError(f"repair needs a fit of at least {FEWEST} patterns, got none: call memory.fit()")
+    asked = state.queries(x, "repair")
+    given = as_tensor("queries x", x, stored.patterns.device, stored.columns)
+    rows = given.reshape(-1, stored.dim).to(mixture.spread.dtype)
+    rows = state.frozen.unbiased(rows)
+    parts, size = [], max(1, CHUNK_NEAR // (most_neighbors(stored) * stored.dim))
+    for some, values in zip(torch.split(asked.rows, size), torch.split(rows, size), strict=True):
+        with torch.no_grad():
+            scores, indices = state.search(asked._replace(rows=some), most_neighbors(stored), shortlist)
+        with torch.autocast(rows.device.type, enabled=False):
+            logits = state.beta * scores.to(values.dtype).clamp(min=LOWEST)
+            parts.append(mix(stored, values, logits, indices, mixture))
+    values, intact = (torch.cat(each).reshape(given.shape) for each in zip(*parts, strict=True))
+    values = values if given.is_floating_point() else values.round().clamp(0, 255)
+    results = (values.to(given.dtype), intact.to(stored.dtype))
+    return Repaired(*(as_given(x, each, stored.columns) for each in results))
 
-    ``gate`` is closed if repair brought damaged patterns no nearer to the truth. ``least`` is the share of wrong values
-    from which on a row is repaired, unless a value is wild: without labels, clean rows seem to have some, too.
+
+def mix(stored: Stored, rows: Tensor, logits: Tensor, indices: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
+    """Returns repaired ``rows (L, d)`` with neighbors ``indices (L, k)``, and probabilities of being intact."""
+    limits = stored.find_limits() if torch.compiler.is_compiling() else stored.limits
+    low, high = (each.to(rows.dtype).nan_to_num(0.0) for each in limits)
+    span = torch.where(high > low, high - low, (high - low).mean() * FLOOR + torch.finfo(rows.dtype).tiny)
+    near = stored.sample(indices.flatten()).reshape(*indices.shape, stored.dim).to(rows.dtype)
+    if stored.unknown:
+        near = torch.where(near.isnan(), near.nanmean(1, keepdim=True), near).nan_to_num(0.0)
+    unknown = rows.isnan()
+    usable = (~unknown & (rows >= low - FAR * span) & (rows <= high + FAR * span)).to(rows.dtype)
+    x = rows.nan_to_num(0.0).clamp(low, high)
+    gaps, count = (x[:, None] - near).abs(), usable.sum(-1, keepdim=True).clamp(min=1)
+
+    def solve(logits: Tensor) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+        """Returns the mean of the neighbors, probabilities, and a function for the likelihood of each neighbor."""
+        weight = (1 - EVEN) * logits.softmax(-1) + EVEN / logits.shape[-1]
+        mean = (weight[:, None] @ near)[:, 0]
+        own = (weight[:, None] @ (near - mean[:, None]).abs())[:, 0]
+        width = (own + mixture.spread) / 2 + FLOOR * span
+        density = torch.exp(-gaps / width[:, None]) * (span / (2 * width))[:, None]  # a wrong value has 1
+        likely, share = (weight[:, None] @ density)[:, 0], torch.full_like(count, 0.5)
+        for _ in range(STEPS):
+            intact = (1 - share) * likely / ((1 - share) * likely + share)
+            share = ((1 - intact) * usable).sum(-1, keepdim=True) / count
+            share = share.clamp(*SHARES)
+
+        def likelihood() -> Tensor:
+            mixed = ((1 - share[:, None]) * density + share[:, None]).log()
+            return TEMPER * (mixed @ usable[:, :, None])[..., 0]
+
+        return mean, intact * usable, likelihood
+
+    mean, intact, likelihood = solve(logits)
+    if mixture.gate == WEIGHED:
+        mean, intact, _ = solve(likelihood())
+    if mixture.gate == CLOSED:
+        return torch.where(unknown, mean, rows), intact
+    wrong = 1 - intact - unknown.to(rows.dtype)
+    changed = (wrong > SUSPICIOUS).any(-1) | (wrong.sum(-1) > 1)
+    wild = ((rows < low - REACH * span) | (rows > high + REACH * span)).any(-1)
+    changed &= wild | (wrong.sum(-1) >= mixture.least * (~unknown).sum(-1))
+    repaired = torch.where(changed[:, None], intact * x + (1 - intact) * mean, rows)
+    return torch.where(unknown, mean, repaired), intact
+
+
+@torch.no_grad()
+def learn_repair(state: State, damage: Any, by_label: bool, seed: int) -> tuple[Mixture, float | None]:
+    """Learns from damaged patterns that are not among their own neighbors.
+
+    ``by_label`` asks for other patterns of their class, not for themselves, where there are several classes of several
+    patterns. If it does not, neighbors are less alike, so that rows are repaired that have more wrong values than most
+    clean ones, and only if few wrong values come nearer to the truth. Returns also the share of their squared error
+    that repair leaves, 1 if the gate is closed, or None if there are too few patterns.
     """
+    stored, similarity = state.stored, state.frozen
+    spread, missing = state.fitted.mixture.spread, similarity.allows_missing
+    if stored.count < FEWEST:
+        return Mixture(spread), None
+    by_label = by_label and stored.shares_classes
+    is_damage = any(map(callable, damage)) if isinstance(damage, (tuple, list)) else damage is not None
+    damage = as_damage(damage if is_damage else any_damage(stored.shape, missing, not by_label))
+    generator = Generator(spread.device).manual_seed(seed ^ 0x2F6B1D03)
+    held = max(HELD, min(MOST_HELD, HELD_ELEMENTS // stored.dim))
+    own = torch.randint(stored.count, (held,), generator=generator, device=generator.device)
+    truth = stored.sample(own)
 
-    _ranges: ClassVar[dict[str, str]] = dict.fromkeys(("spread", "gate", "least"), "a number of at least 0")
-    spread: Tensor
-    gate: Tensor
-    least: Tensor
+    def search(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        rows = state.within_reach(similarity.biased(rows))
+        return state.search(Queries(rows, missing and (stored.unknown or bool(rows.isnan().any())), ()), count)
 
-    def __init__(self, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.register_buffer("spread", torch.zeros(dim, dtype=dtype, device=device))
-        self.register_buffer("gate", torch.zeros((), dtype=torch.int64, device=device))
-        self.register_buffer("least", torch.zeros((), dtype=dtype, device=device))
+    def neighbors(rows: Tensor) -> tuple[Tensor, Tensor]:
+        scores, indices = search(rows, min(most_neighbors(stored) + 1, stored.count))
+        others = indices != own[:, None]
+        others[:, -1] &= ~others.all(-1)
+        return state.beta * scores[others].reshape(len(rows), -1), indices[others].reshape(len(rows), -1)
 
-    def forward(self, scorer: Scorer, x: Any, beta: Tensor, shortlist: int | None) -> Repaired:
-        """Repairs queries; see :meth:`ahop_layers.AssociativeMemory.repair`."""
-        if not torch.compiler.is_compiling() and not self.gate:
-            raise AHopError(f"repair needs a fit of at least {FEWEST} patterns, got none: call memory.fit()")
-        asked, stored = scorer.queries(x, "repair"), scorer.stored
-        if torch.compiler.is_compiling():  # a compiled graph does not look for NaN
-            asked = asked._replace(missing=asked.missing or getattr(scorer.similarity, "allows_missing", False))
-        given = as_tensor("queries x", x, stored.patterns.device, stored.columns)
-        learned, k = (self.spread, self.gate, self.least), _neighbors(stored)  # a fit in another thread changes them
-        spread, _, _ = learned
-        rows = given.reshape(-1, stored.dim).to(spread.dtype)
-        rows = rows - _bias(scorer).to(rows)
-        parts, size = [], max(1, CHUNK_NEAR // (k * stored.dim))
-        for some, values in zip(torch.split(asked.rows, size), torch.split(rows, size), strict=True):
-            with torch.no_grad():
-                scores, indices = scorer.search(asked._replace(rows=some), k, shortlist)
-            with torch.autocast(rows.device.type, enabled=False):
-                logits = beta * scores.to(values.dtype).clamp(min=LOWEST)
-                parts.append(self.mix(stored, values, logits, indices, *learned))
-        values, intact = (torch.cat(each).reshape(given.shape) for each in zip(*parts, strict=True))
-        values = values if given.is_floating_point() else values.round().clamp(0, 255)
-        results = (values.to(given.dtype), intact.to(stored.dtype))
-        return Repaired(*(as_given(x, each, stored.columns) for each in results))
+    clean = neighbors(truth)
+    means = stored.sample(clean[1].flatten()).reshape(*clean[1].shape, -1).nanmean(1)
+    spread = (truth - means).abs().nanmean(0).nan_to_num(0.0).to(spread.dtype)
+    unit = spread.clamp(min=1e-6 * spread.mean())
 
-    @staticmethod
-    def mix(
-        stored: Stored, rows: Tensor, logits: Tensor, indices: Tensor, spread: Tensor, gate: Tensor | int,
-        least: Tensor | float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Returns repaired ``rows (L, d)`` with neighbors ``indices (L, k)``, and probabilities of being intact."""
-        low, high = (each.to(rows.dtype).nan_to_num(0.0) for each in stored.limits())
-        span = torch.where(high > low, high - low, (high - low).mean() * FLOOR + torch.finfo(rows.dtype).tiny)
-        near = stored.sample(indices.flatten()).reshape(*indices.shape, stored.dim).to(rows.dtype)
-        if stored.unknown:
-            near = torch.where(near.isnan(), near.nanmean(1, keepdim=True), near).nan_to_num(0.0)
-        unknown = rows.isnan()
-        usable = (~unknown & (rows >= low - FAR * span) & (rows <= high + FAR * span)).to(rows.dtype)
-        x = rows.nan_to_num(0.0).clamp(low, high)
-        gaps, count = (x[:, None] - near).abs(), usable.sum(-1, keepdim=True).clamp(min=1)
+    def damaged(damage: Variant, shifts: bool = False) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        rows = damage.of_shape(stored.shape).bind(truth)(truth, generator)
+        rows = (similarity.unbiased(rows) if shifts else rows).to(stored.dtype)
+        rows = torch.where(rows.isnan().all(-1, keepdim=True), truth, rows)
+        return rows, neighbors(rows)
 
-        def solve(logits: Tensor) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
-            """Returns the mean of the neighbors, probabilities, and a function for the likelihood of each neighbor."""
-            weight = (1 - EVEN) * logits.softmax(-1) + EVEN / logits.shape[-1]
-            mean = (weight[:, None] @ near)[:, 0]
-            own = (weight[:, None] @ (near - mean[:, None]).abs())[:, 0]
-            width = (own + spread) / 2 + FLOOR * span
-            density = torch.exp(-gaps / width[:, None]) * (span / (2 * width))[:, None]  # a wrong value has 1
-            likely, share = (weight[:, None] @ density)[:, 0], torch.full_like(count, 0.5)
-            for _ in range(STEPS):
-                intact = (1 - share) * likely / ((1 - share) * likely + share)
-                share = ((1 - intact) * usable).sum(-1, keepdim=True) / count
-                share = share.clamp(*SHARES)
+    def tried(gate: int, rows: Tensor, near: tuple[Tensor, Tensor], least: float = 0.0) -> tuple[Tensor, Tensor]:
+        mixture = Mixture(spread, gate, least)
+        return mix(stored, rows.to(unit.dtype), near[0].to(unit.dtype), near[1], mixture)
 
-            def likelihood() -> Tensor:
-                mixed = ((1 - share[:, None]) * density + share[:, None]).log()
-                return TEMPER * (mixed @ usable[:, :, None])[..., 0]
+    def error(values: Tensor) -> Tensor:
+        return ((values - truth) / unit).nan_to_num(0.0).clamp(-FARTHEST, FARTHEST).square().mean()
 
-            return mean, intact * usable, likelihood
+    def right(values: Tensor) -> Tensor:
+        if by_label:
+            return (stored.class_of(neighbors(values)[1][:, 0]) == stored.class_of(own)).sum()
+        return (search(values, 1)[1][:, 0] == own).sum()
 
-        mean, intact, likelihood = solve(logits)
-        if torch.compiler.is_compiling():  # without a branch
-            again = solve(likelihood())
-            weighed = torch.as_tensor(gate) == WEIGHED
-            mean, intact = torch.where(weighed, again[0], mean), torch.where(weighed, again[1], intact)
-        elif gate == WEIGHED:
-            mean, intact, _ = solve(likelihood())
-        wrong = 1 - intact - unknown.to(rows.dtype)
-        changed = ((wrong > SUSPICIOUS).any(-1) | (wrong.sum(-1) > 1)) & (gate != CLOSED)
-        wild = ((rows < low - REACH * span) | (rows > high + REACH * span)).any(-1)
-        changed &= wild | (wrong.sum(-1) >= least * (~unknown).sum(-1))
-        repaired = torch.where(changed[:, None], intact * x + (1 - intact) * mean, rows)
-        return torch.where(unknown, mean, repaired), intact
+    query, near = damaged(damage, shifts=is_damage)  # the bias of a given damage is that of the fit
+    # The neighbors are weighed again if then more of the repaired patterns find themselves, or another one of their
+    # class. Errors of single values would not tell: they are small, too, if neighbors are alike in something else, such
+    # as the light of a photo.
+    found = {gate: right(tried(gate, query, near)[0].to(stored.dtype)) for gate in (OPEN, WEIGHED)}
+    gate, least, helps = WEIGHED if found[WEIGHED] > found[OPEN] else OPEN, 0.0, True
+    if not by_label:
+        known, few = ~truth.isnan(), damaged(Replaced(max(FEW_WRONG, 1 / stored.dim)))
+        wrong = ((1 - tried(gate, truth, clean)[1]) * known).sum(-1) / known.sum(-1)
 
-    @torch.no_grad()
-    def learn_(self, scorer: Scorer, damage: Any, by_label: bool, beta: Tensor, seed: int) -> float | None:
-        """Learns from damaged patterns that are not among their own neighbors.
+        def is_safe(least: float) -> bool:
+            changed = ((tried(gate, truth, clean, least)[0] != truth) & known).any(-1).double().mean()
+            return bool((changed <= MOST_CHANGED) & (error(tried(gate, *few, least)[0]) < error(few[0])))
 
-        ``by_label`` asks for other patterns of their class, not for themselves, where there are several classes of
-        several patterns. If it does not, neighbors are less alike, so that rows are repaired that have more wrong
-        values than most clean ones, and only if few wrong values come nearer to the truth. Returns the share of their
-        squared error that repair leaves, 1 if the gate is closed, or None if there are too few patterns.
-        """
-        stored, missing = scorer.stored, bool(getattr(scorer.similarity, "allows_missing", False))
-        if stored.count < FEWEST:
-            self.gate = torch.zeros_like(self.gate)
-            return None
-        by_label, bias = by_label and stored.shares_classes, _bias(scorer)
-        is_damage = any(map(callable, damage)) if isinstance(damage, (tuple, list)) else damage is not None
-        damage = as_damage(damage if is_damage else any_damage(stored.shape, missing, not by_label))
-        generator = Generator(self.gate.device).manual_seed(seed ^ 0x2F6B1D03)
-        held = max(HELD, min(MOST_HELD, HELD_ELEMENTS // stored.dim))
-        own = torch.randint(stored.count, (held,), generator=generator, device=generator.device)
-        truth = stored.sample(own)
-
-        def neighbors(rows: Tensor) -> tuple[Tensor, Tensor]:
-            rows = scorer.within_reach(rows + bias.to(rows))
-            asked = Queries(rows, missing and (stored.unknown or bool(rows.isnan().any())), ())
-            scores, indices = scorer.search(asked, min(_neighbors(stored) + 1, stored.count))
-            others = indices != own[:, None]
-            others[:, -1] &= ~others.all(-1)
-            return beta * scores[others].reshape(len(rows), -1), indices[others].reshape(len(rows), -1)
-
-        clean = neighbors(truth)
-        means = stored.sample(clean[1].flatten()).reshape(*clean[1].shape, -1).nanmean(1)
-        spread = (truth - means).abs().nanmean(0).nan_to_num(0.0).to(self.spread.dtype)
-        unit = spread.clamp(min=1e-6 * spread.mean())
-
-        def damaged(damage: Variant, shift: Tensor | float = 0.0) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            rows = (damage.of_shape(stored.shape).bind(truth)(truth, generator) - shift).to(stored.dtype)
-            rows = torch.where(rows.isnan().all(-1, keepdim=True), truth, rows)
-            return rows, neighbors(rows)
-
-        def tried(gate: int, rows: Tensor, near: tuple[Tensor, Tensor], least: Any = 0.0) -> tuple[Tensor, Tensor]:
-            return self.mix(stored, rows.to(unit.dtype), near[0].to(unit.dtype), near[1], spread, gate, least)
-
-        def error(values: Tensor) -> Tensor:
-            return ((values - truth) / unit).nan_to_num(0.0).clamp(-FARTHEST, FARTHEST).square().mean()
-
-        def right(values: Tensor) -> Tensor:
-            if by_label:
-                return (stored.class_of(neighbors(values)[1][:, 0]) == stored.class_of(own)).sum()
-            return (scorer.search(Queries(values + bias.to(values), stored.unknown, ()), 1)[1][:, 0] == own).sum()
-
-        query, near = damaged(damage, bias if is_damage else 0.0)  # the bias of a given damage is that of the fit
-        # The neighbors are weighed again if then more of the repaired patterns find themselves, or another one of their
-        # class. Errors of single values would not tell: they are small, too, if neighbors are alike in something else,
-        # such as the light of a photo.
-        found = {gate: right(tried(gate, query, near)[0].to(stored.dtype)) for gate in (OPEN, WEIGHED)}
-        gate, least = WEIGHED if found[WEIGHED] > found[OPEN] else OPEN, spread.new_zeros(())
-        helps = True
-        if not by_label:
-            known, few = ~truth.isnan(), damaged(Replaced(max(FEW_WRONG, 1 / stored.dim)))
-            wrong = ((1 - tried(gate, truth, clean)[1]) * known).sum(-1) / known.sum(-1)
-
-            def is_safe(least: Tensor) -> bool:
-                changed = ((tried(gate, truth, clean, least)[0] != truth) & known).any(-1).double().mean()
-                return bool((changed <= MOST_CHANGED) & (error(tried(gate, *few, least)[0]) < error(few[0])))
-
-            if not is_safe(least):
-                least = wrong.quantile(CLEAN_ROWS)
-                helps = is_safe(least)
-        left = (error(tried(gate, query, near, least)[0]) / error(tried(CLOSED, query, near)[0]).clamp(min=1e-9)).item()
-        gate, left = (gate, left) if left < 1 and helps else (CLOSED, 1.0)
-        self.spread, self.gate, self.least = spread, torch.full_like(self.gate, gate), least
-        return left
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if f"{prefix}gate" in state_dict:  # which older ones have, too
-            state_dict.setdefault(f"{prefix}least", torch.zeros_like(self.least))
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        if not is_safe(least):
+            least = wrong.quantile(CLEAN_ROWS).item()
+            helps = is_safe(least)
+    left = (error(tried(gate, query, near, least)[0]) / error(tried(CLOSED, query, near)[0]).clamp(min=1e-9)).item()
+    gate, left = (gate, left) if left < 1 and helps else (CLOSED, 1.0)
+    return Mixture(spread, gate, least), left
 
 
-def _bias(scorer: Scorer) -> Tensor:
-    """Returns what the similarity subtracts from queries: ``(d,)``, or 0."""
-    bias = getattr(scorer.similarity, "bias", None)
-    return torch.zeros(()) if bias is None else bias.detach()
-
-
-def _neighbors(stored: Stored) -> int:
+def most_neighbors(stored: Stored) -> int:
     """Returns the number of neighbors that repair a pattern."""
     return min(IMAGES if len(stored.shape) > 1 else NEIGHBORS, stored.count)
 

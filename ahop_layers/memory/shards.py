@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch.nn import functional
 
 from ahop_layers.errors import AHopError, describe
@@ -67,14 +67,12 @@ class Shards:
         return merge([(self.columns(scores, k), self.columns(indices + self.start, k))], k)
 
     @torch.no_grad()
-    def take(self, module: nn.Module, patterns: Tensor, others: str) -> Tensor:
-        """Copies the state of a module from the first rank, and returns this rank's part of ``patterns (N, d)``.
+    def take(self, patterns: Tensor, others: str) -> Tensor:
+        """Returns a copy of this rank's part of ``patterns (N, d)``.
 
         Raises on all ranks unless patterns have the same shape, and evenly spaced ones the same values. ``others``
         describes what else must be equal.
         """
         self.agree(f"shard_ of {describe(patterns)}")
         self.agree(f"shard_ with {others}", patterns[:: max(1, patterns.numel() // 2**21)])
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.copy_(self.gather(tensor)[0])
         return patterns[self.start : self.stop].clone()

@@ -1,17 +1,17 @@
-"""What a memory stores: an immutable state that is replaced as a whole, and files of it."""
+"""What a memory stores: patterns and all that belongs to them, as an immutable value, in files and state dicts."""
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ahop_layers.errors import AHopError, describe
-from ahop_layers.memory.arrays import as_tensor, check_values
-from ahop_layers.memory.labels import Classes, Ids, as_ids, as_labels
+from ahop_layers.memory.arrays import Classes, Ids, as_ids, as_labels, as_tensor, check_values
 from ahop_layers.memory.shards import Shards
 from ahop_layers.memory.variants import known_range
 from ahop_layers.ops.reference import accumulation_dtype
@@ -24,7 +24,7 @@ READ_ELEMENTS = 2**21  # number of elements of the patterns that are read at onc
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """The patterns of a memory and all that belongs to them. A memory replaces it, so that a search sees one state.
+    """The patterns of a memory and all that belongs to them.
 
     Attributes:
         patterns: ``(n, d)``, floating-point or uint8; of a sharded memory, the part of this rank.
@@ -51,7 +51,6 @@ class Stored:
     shards: Shards | None = None
     classes: Classes | None = None
     dtype: torch.dtype = field(init=False, repr=False)
-    _kept: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", scoring_dtype(self.patterns.dtype, self.dim, self.largest))
@@ -60,7 +59,7 @@ class Stored:
             object.__setattr__(self, "classes", Classes(*found))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": {}}
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # without what was computed from them
 
     @property
     def dim(self) -> int:
@@ -84,15 +83,23 @@ class Stored:
         """Returns ``size`` patterns from ``start`` on in :attr:`dtype`."""
         return self.patterns[start : start + size].to(self.dtype)
 
+    @cached_property
     def limits(self) -> tuple[Tensor, Tensor]:
-        """Returns the smallest and the largest known value of each dimension ``(d,)``, NaN if none is known."""
+        """The smallest and the largest known value of each dimension ``(d,)``, of all ranks; NaN if none is known."""
+        return self.find_limits()
 
-        def find() -> tuple[Tensor, Tensor]:
-            patterns, wide = self.patterns, accumulation_dtype(self.dtype)
-            low, high = known_range(patterns) if patterns.is_floating_point() else patterns.aminmax(dim=0)
-            return low.to(wide), high.to(wide)
-
-        return self.keep("limits", find)
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def find_limits(self) -> tuple[Tensor, Tensor]:
+        """Computes the :attr:`limits`, which a compiled graph cannot keep."""
+        patterns, wide = self.patterns, accumulation_dtype(self.dtype)
+        low, high = known_range(patterns) if patterns.is_floating_point() else patterns.aminmax(dim=0)
+        low, high = low.to(wide), high.to(wide)
+        if self.shards is not None:
+            low = self.shards.gather(low.nan_to_num(torch.inf)).amin(0)
+            high = self.shards.gather(high.nan_to_num(-torch.inf)).amax(0)
+            low, high = (each.masked_fill(low > high, torch.nan) for each in (low, high))
+        return low, high
 
     def given_classes(self) -> Classes:
         """Returns the classes, or raises if there are none."""
@@ -113,40 +120,20 @@ class Stored:
         """Returns labels ``(...)`` as they were given: integers as they are, or lists of names."""
         return labels if self.names is None else nested(labels.tolist(), self.names)
 
+    @cached_property
     def place_of(self) -> dict[str | int, int]:
-        """Returns the index of each id; raises if there are no ids."""
-        ids = self.ids
-        if ids is None:
+        """The index of each id; raises if there are no ids."""
+        if self.ids is None:
             raise AHopError("the memory must have ids, got none: use AssociativeMemory(patterns, ids=...)")
-        return self.keep("places", lambda: {id: at for at, id in enumerate(ids)})
+        return {id: at for at, id in enumerate(self.ids)}
 
     def places(self, ids: Any) -> Tensor:
         """Returns the index of each of the ``ids``, or raises."""
-        known, given = self.place_of(), as_ids(ids)
+        known, given = self.place_of, as_ids(ids)
         unknown = [each for each in given if each not in known]
         if unknown:
             raise AHopError(f"ids must be ids of stored patterns, got {unknown[0]!r}")
         return torch.tensor([known[each] for each in given], dtype=torch.int64, device=self.patterns.device)
-
-    def keep(self, name: str, compute: Callable[[], Any] | None = None) -> Any:
-        """Returns what ``compute`` returned the first time, until the patterns are modified in place.
-
-        Without ``compute``, it returns None if there is nothing.
-        """
-        if torch.compiler.is_compiling():
-            return compute and compute()
-        version = None if self.patterns.is_inference() else self.patterns._version  # which inference tensors have not
-        kept = self._kept.get(name)
-        if kept is None or kept[0] != version:
-            if compute is None:
-                return None
-            with torch.inference_mode(False), torch.no_grad():
-                kept = self._kept[name] = (version, compute())
-        return kept[1]
-
-    def drop(self, name: str) -> None:
-        """Forgets what :meth:`keep` returned."""
-        self._kept.pop(name, None)
 
     def product(self, weights: Tensor, known: bool = False) -> Tensor:
         """Sums the patterns, or which of their values are ``known``, with ``weights (..., n)``."""
@@ -181,7 +168,7 @@ class Stored:
         place = torch.arange(before, before + n, device=self.patterns.device)
         old = place < 0
         if ids is not None and added.ids is not None:
-            known = self.place_of()
+            known = self.place_of
             twice = [each for each in added.ids if each in known]
             if twice and not replaces:
                 raise AHopError(f"ids must not be stored already, got {twice[0]!r}: replace=True replaces them")

@@ -24,6 +24,7 @@ from ahop_layers.errors import (
 from ahop_layers.ops.operators import adaptive_similarity
 from ahop_layers.ops.reference import BASES, block_sums, check_bases, fold, known_blocks, stretched, unfold
 from ahop_layers.similarity.blocks import Blocks, BlocksArgument, arrange, as_blocks, normalize, restore, stored_norm
+from ahop_layers.similarity.protocol import Similarity
 from ahop_layers.similarity.widths import differences, quantiles
 
 INITS = ("dot", "dis", "l1", "uniform")  # built-in values of ``init``; the name of a registered base is one as well
@@ -63,7 +64,7 @@ class Restored(nn.Module):
             return super().load_state_dict(state_dict, strict, assign)
 
 
-class AdaptiveSimilarity(Restored):
+class AdaptiveSimilarity(Restored, Similarity):
     """Scores queries against keys as a learned weighted sum of their similarity footprints.
 
     ``score = sum over bases of beta_base * w_base . footprint_base(query - bias, key)``
@@ -281,10 +282,6 @@ class AdaptiveSimilarity(Restored):
             self.blocks = Blocks("auto", self.blocks.normalize).chosen(self.dim, n)
             self.w.data, self.w.grad = self.w.new_zeros(*self.w.shape[:-1], n), None
 
-    def sources(self) -> list[Tensor]:
-        """Returns the tensors that :meth:`prepare` depends on; none if there is nothing to prepare."""
-        return [] if self._gather is None else [self._gather]
-
     def prepare(self, key: Tensor) -> list[Tensor]:
         """Returns the keys ``(..., S, d)`` with consecutive blocks, so that keys that stay are arranged once."""
         return [] if self._gather is None else [arrange(key, self._gather)]
@@ -416,13 +413,13 @@ class AdaptiveSimilarity(Restored):
         """Returns the similarities of the views of a pattern: this one, see :class:`~ahop_layers.ImageSimilarity`."""
         return [self]
 
-    def views(self, rows: Tensor) -> list[Tensor]:
-        """Returns what each of the :meth:`parts` compares of ``rows (..., d)``."""
-        return [rows]
-
     def unbiased(self, query: Tensor) -> Tensor:
         """Subtracts the learned bias, if any, from ``query (..., [H,] L, d)``."""
         return query if self.bias is None else query - self.bias.unsqueeze(-2).to(query.dtype)
+
+    def biased(self, query: Tensor) -> Tensor:
+        """Adds the learned bias, if any, to ``query (..., [H,] L, d)``."""
+        return query if self.bias is None else query + self.bias.unsqueeze(-2).to(query.dtype)
 
     def extra_repr(self) -> str:
         """Constructor arguments, for ``repr``."""
@@ -471,14 +468,17 @@ def check_state(module: nn.Module, state: Mapping[str, Any], prefix: str = "") -
         ranges: dict[str, str] | None = getattr(part, "_ranges", None)
         for name, own in {**part._parameters, **({} if ranges is None else part._buffers)}.items():
             key = f"{prefix}{path}.{name}" if path else prefix + name
-            given, floating = state.get(key), own is None or own.dtype.is_floating_point
-            if not isinstance(given, Tensor) or is_lazy(given) or given.is_meta:
-                continue
-            if given.is_floating_point() != floating:
-                expected = "a floating-point" if floating else "an integer"
-                raise AHopError(f"{key} must have {expected} dtype, got {given.dtype}")
-            if not given.isfinite().all():
-                raise AHopError(f"{key} must be finite, got NaN or infinity")
-            if ranges and name in ranges and given.numel():
-                for end in given.aminmax():
-                    check_numbers(ranges[name], **{key: end.item()})
+            if isinstance(given := state.get(key), Tensor) and not is_lazy(given) and not given.is_meta:
+                check_tensor(key, given, own, (ranges or {}).get(name))
+
+
+def check_tensor(key: str, given: Any, own: Tensor | None, rule: str | None) -> None:
+    """Raises unless a tensor has finite numbers of the kind of ``own``, None for floating-point ones, and by a rule."""
+    if not isinstance(given, Tensor):
+        raise AHopError(f"{key} must be a tensor, got {type(given).__name__}")
+    if given.is_floating_point() != (floating := own is None or own.dtype.is_floating_point):
+        raise AHopError(f"{key} must have {'a floating-point' if floating else 'an integer'} dtype, got {given.dtype}")
+    if not given.isfinite().all():
+        raise AHopError(f"{key} must be finite, got NaN or infinity")
+    for end in given.aminmax() if rule and given.numel() else ():
+        check_numbers(rule or "", **{key: end.item()})

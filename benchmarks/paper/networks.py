@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import ahop_layers as ah
-from ahop_layers.similarity.fixed import FIXED
+from ahop_layers.similarity.protocol import FIXED
 from benchmarks.paper.kernel_similarity import KernelModulation
 from benchmarks.paper.table import AdaptiveTableSimilarity
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from ahop_layers.similarity.fixed import dot_product
+from ahop_layers.similarity.protocol import dot_product
 
 
 class DotProduct(nn.Module):

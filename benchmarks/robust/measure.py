@@ -108,7 +108,7 @@ def learn_part(memory: ah.AssociativeMemory, task: Task, seed: int, **options: A
     """Fits a memory to the damage with some ``bases`` only, or without ranks: ``bins=1``."""
     generator = torch.Generator(task.stored.device).manual_seed(seed)
     asked = questions.draw(as_damage(task.draw), task.stored, task.labels, generator)
-    learn(memory.similarity, task.stored, task.labels, asked, generator, **options)
+    memory.similarity = learn(memory._state.frozen, task.stored, task.labels, asked, generator, **options)[0]
 
 
 def measure_levels(task: Task, generator: torch.Generator, seed: int) -> Figures:

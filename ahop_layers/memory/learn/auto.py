@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ahop_layers.ops import adaptive_similarity
 from ahop_layers.ops.reference import accumulation_dtype, unfold
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
-from ahop_layers.similarity.protocol import Solvable
+from ahop_layers.similarity.protocol import Similarity
 from ahop_layers.similarity.widths import beyond, octaves
 
 BASES: tuple[BaseArgument, ...] = ("l1", *(("near", q) for q in (0.02, 0.05, 0.1, 0.2, 0.5)))
@@ -64,7 +64,7 @@ class AutoSimilarity(AdaptiveSimilarity):
         self.refresh()
 
     @property
-    def is_unbounded(self) -> bool:
+    def is_clamped(self) -> bool:
         """Whether a base does not saturate, so that a value far from all patterns can decide a score."""
         return any(self.names[row] != "near" for row in self._used)
 
@@ -90,10 +90,9 @@ class AutoSimilarity(AdaptiveSimilarity):
         The reach is a share of the range ``(d,)`` of the patterns. A value beyond it is wrong, however far away it is,
         and must not decide a score, alone or with others. Bases that saturate need no limit.
         """
-        if not self.is_unbounded:
+        if not self.is_clamped:
             return query
-        bias = 0.0 if self.bias is None else self.bias.to(low)
-        low, high = (each + bias for each in beyond(low, high, self.reach.to(low)))
+        low, high = (self.biased(each) for each in beyond(low, high, self.reach.to(low)))
         return query.clamp(low.to(query.dtype), high.to(query.dtype))
 
     @torch.no_grad()
@@ -158,7 +157,7 @@ class Frame(NamedTuple):
 
 
 @torch.no_grad()
-def first_inverse_temperature(similarity: Solvable, patterns: Tensor) -> float:
+def first_inverse_temperature(similarity: Similarity, patterns: Tensor) -> float:
     """Returns the inverse temperature with which a stored pattern retrieves itself, 1 if no two patterns differ."""
     size = min(SAMPLE_KEYS, len(patterns))
     if size < 2:

@@ -12,9 +12,9 @@ A dimension that is NaN in the query or in the pattern takes no part: the sorted
 as a step function, are stretched to d ranks.
 """
 
+import copy
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ from ahop_layers.memory.learn.threads import in_threads
 from ahop_layers.memory.variants import known_range
 from ahop_layers.ops.reference import fold
 from ahop_layers.similarity.adaptive import BaseArgument
-from ahop_layers.similarity.protocol import Solvable
 from ahop_layers.similarity.widths import beyond, differences, octaves, quantiles, units
 
 # The family of the default similarity, from the cheapest in a search on.
@@ -59,12 +58,12 @@ class Trial(NamedTuple):
     Attributes:
         name: its row in the report.
         member: what was learned. The results of a member differ in how they were solved for; the first is preferred.
-        install: gives the result to a similarity.
+        similarity: the result.
     """
 
     name: str
     member: str
-    install: Callable[[Any], object]
+    similarity: Any
 
 
 class Setting(NamedTuple):
@@ -101,13 +100,15 @@ class Setting(NamedTuple):
                 found.setdefault(name, []).extend(pad(each, (first, self.ends[-1] - last)) for each in weights)
         return found
 
-    def install(self, weight: Tensor, frame: Frame) -> Callable[[AutoSimilarity], None]:
-        """Returns a function that gives a similarity the ``weight (f,)``."""
+    def trial(self, name: str, member: str, weight: Tensor, similarity: AutoSimilarity, frame: Frame) -> Trial:
+        """Returns a copy of a similarity with the ``weight (f,)`` as a trial."""
         parts = zip(torch.split(weight, self.problem.sizes), self.edges, strict=True)
         ranks = [part @ pools(edges).to(part) for part, edges in parts]
         used = [row for row, each in enumerate(ranks) if each.any()]
         bases, widths = [self.bases[row] for row in used], [self.widths[row] for row in used]
-        return lambda similarity: similarity.set_(bases, widths, torch.stack([ranks[row] for row in used]), frame)
+        similarity = copy.deepcopy(similarity)
+        similarity.set_(bases, widths, torch.stack([ranks[row] for row in used]), frame)
+        return Trial(name, member, similarity)
 
 
 class Comparison:
@@ -171,8 +172,8 @@ class Comparison:
 
 
 def auto_trials(
-    patterns: Tensor, labels: Tensor | None, asked: Questions, seed: int, biases: Sequence[Tensor] = (),
-    bases: Sequence[BaseArgument] | None = None, bins: int = BINS,
+    similarity: AutoSimilarity, patterns: Tensor, labels: Tensor | None, asked: Questions, seed: int,
+    biases: Sequence[Tensor] = (), bases: Sequence[BaseArgument] | None = None, bins: int = BINS,
 ) -> list[Trial]:  # fmt: skip
     """Returns simple scores, and what was learned for each member; with ``bases``, for one that has only these.
 
@@ -192,7 +193,7 @@ def auto_trials(
     trials = []
     for name, weights in trial.simple().items():
         right = trial.problem.correct([rescaled(each, trial.deviation) for each in weights]).double().mean(1)
-        trials.append(Trial(name, name, trial.install(weights[int(right.argmax())], frame)))
+        trials.append(trial.trial(name, name, weights[int(right.argmax())], similarity, frame))
     count = FEW_CANDIDATES if labels is None and lowest < HARD else CANDIDATES
     patterns, found = comparison.candidates(asked.part(slice(0, asked.fitted)), frame, count)
     settings = [comparison.setting(patterns, found, family[name]) for name in left]
@@ -203,16 +204,16 @@ def auto_trials(
 
     learned = in_threads(solved, settings, patterns.device)
     for name, setting, weights in zip(left, settings, learned, strict=True):
-        trials += [Trial("learned", name, setting.install(each, frame)) for each in weights if each.any()]
+        trials += [setting.trial("learned", name, each, similarity, frame) for each in weights if each.any()]
     return trials
 
 
 def given_trials(
-    similarity: Solvable, patterns: Tensor, labels: Tensor | None, asked: Questions, generator: torch.Generator
+    similarity: Any, patterns: Tensor, labels: Tensor | None, asked: Questions, generator: torch.Generator
 ) -> list[Trial]:
     """Returns the weights that a similarity has, and learned ones, for its bases, blocks, widths, units and bias."""
-    asked, overview = asked.part(slice(0, asked.fitted)), getattr(similarity, "overview", None)
-    compared = asked._replace(query=getattr(similarity, "unbiased", lambda query: query)(asked.query))
+    asked, overview = asked.part(slice(0, asked.fitted)), similarity.overview
+    compared = asked._replace(query=similarity.unbiased(asked.query))
     found = find_candidates(compared, patterns, labels, generator, overview=overview)
     parts = similarity.parts()
     counts, bases = [part.w.shape[-1] for part in parts], [len(part.bases) for part in parts]
@@ -228,22 +229,20 @@ def given_trials(
     if overview:  # what is covered is not spread evenly over an image, and queries made of one image are alike
         penalty = torch.full_like(values[0, 0], PENALTY * max(1.0, ENOUGH_IMAGES / len(patterns)))
     problem, deviation = problem.scaled_()
-    trials = [Trial("start", "start", lambda similarity: None)]
+    trials = [Trial("start", "start", similarity)]
     for weight in solutions(problem, deviation, _starts(similarity, edges), penalty):
         weight = weight / weight.abs().max().clamp(min=1e-30)
         split = torch.split(weight, [count * (1 + len(ends)) for count, ends in zip(bases, edges, strict=True)])
         views = zip(split, bases, edges, strict=True)
         ranks = [each.view(count, -1) @ pools(ends).to(each) for each, count, ends in views]
         if weight.any():
-            trials.append(Trial("learned", "learned", partial(_set_ranks, ranks)))
+            learned = copy.deepcopy(similarity)
+            learned.set_ranks_(ranks)
+            trials.append(Trial("learned", "learned", learned))
     return trials
 
 
-def _set_ranks(weights: Sequence[Tensor], similarity: Solvable) -> None:
-    similarity.set_ranks_(weights)
-
-
-def _starts(similarity: Solvable, edges: list[list[int]]) -> list[Tensor]:
+def _starts(similarity: Any, edges: list[list[int]]) -> list[Tensor]:
     """Returns starts ``(f,)``: the weights that a similarity has, and each base alone, trimmed at each edge."""
     folded = [fold(part.footprint_weight()) for part in similarity.parts()]
     own = [pad(u @ (pools(ends)[1:] > 0).to(u).mT, (1, 0)).flatten() for u, ends in zip(folded, edges, strict=True)]

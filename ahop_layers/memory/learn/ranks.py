@@ -11,7 +11,7 @@ from ahop_layers.memory.learn.threads import in_threads
 from ahop_layers.ops.operators import adaptive_similarity
 from ahop_layers.ops.reference import block_sums, known_blocks, pair_values, stretched
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity, BaseArgument
-from ahop_layers.similarity.protocol import Solvable
+from ahop_layers.similarity.protocol import Similarity
 
 BINS = 14  # number of rank bins from the largest similarity on
 CPU_DIFFERENCES = 2**19  # number of differences that are held at once on a CPU, where they stay in the cache
@@ -119,7 +119,7 @@ def features(
 
 @torch.no_grad()
 def block_features(
-    query: Tensor, patterns: Tensor, candidates: Tensor, similarity: Solvable, edges: list[list[int]]
+    query: Tensor, patterns: Tensor, candidates: Tensor, similarity: Similarity, edges: list[list[int]]
 ) -> Tensor:
     """As :func:`features`, for a similarity: the features of the bases of its first part are the first.
 

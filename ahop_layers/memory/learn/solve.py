@@ -14,10 +14,10 @@ from ahop_layers.memory.learn.members import Trial, auto_trials, given_trials, i
 from ahop_layers.memory.learn.questions import Questions
 from ahop_layers.memory.learn.regression import Problem
 from ahop_layers.memory.learn.threads import in_threads
-from ahop_layers.memory.search import Shortlist
+from ahop_layers.memory.state import Shortlist
 from ahop_layers.memory.variants import known_range
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity.protocol import is_solvable
+from ahop_layers.similarity.protocol import Similarity, is_solvable
 
 JUDGED_ELEMENTS = 2**31  # number of values that are compared to judge a score by queries of a fit
 LEAST_JUDGED = 128  # number of queries that judge it, however many values that compares
@@ -92,12 +92,11 @@ class Judge:
         self.patterns, self.labels, self.count = patterns, labels, count
         self.limits, self.unknown = known_range(patterns), bool(patterns.isnan().any())
 
-    def problem(self, similarity: Any, rows: Tensor) -> Problem:
+    def problem(self, similarity: Similarity, rows: Tensor) -> Problem:
         """Scores the queries ``rows (l,)``: right patterns, then wrong ones, as a problem of one feature, the score."""
         part, patterns = self.asked.part(rows), self.patterns
-        within: Any = getattr(similarity, "within", None)
-        query = part.query if within is None else within(part.query, *self.limits)
-        missing = {"missing": True} if self.unknown or query.isnan().any() else {}
+        query = similarity.within(part.query, *self.limits)
+        missing: Any = {"missing": True} if self.unknown or query.isnan().any() else {}
         scores = similarity(query, patterns, **missing)
         right = own = torch.arange(len(patterns), device=patterns.device) == part.origin[:, None]
         if self.labels is not None and part.label is not None:
@@ -109,7 +108,7 @@ class Judge:
         offset[:, len(patterns) :] = math.log(self.count / len(patterns))
         return Problem(scores[..., None], offset.masked_fill(scores == -torch.inf, -torch.inf), len(patterns), [1])
 
-    def finds(self, similarity: Any, rows: Tensor) -> Tensor:
+    def finds(self, similarity: Similarity, rows: Tensor) -> Tensor:
         """Returns whether the similarity finds each of the queries ``rows (l,)``: bool ``(l,)``."""
         found = []
         for part in torch.split(rows, max(1, SCORES_AT_ONCE // len(self.patterns))):
@@ -117,29 +116,29 @@ class Judge:
             found.append(problem.is_right(problem.features[..., 0]))
         return torch.cat(found)
 
-    def temperature(self, similarity: Any) -> float:
-        """Returns the number to divide scores by so that they are logits."""
+    def temperature(self, similarity: Similarity) -> tuple[float, float]:
+        """Returns the number to divide scores by so that they are logits, and their log-likelihood loss."""
         rows = torch.arange(len(self.asked.query), device=self.patterns.device)
         problem = self.problem(similarity, rows[: max(64, TEMPERATURE_SCORES // len(self.patterns))])
-        return problem.temperature(problem.features[..., 0])[0]
+        return problem.temperature(problem.features[..., 0])
 
 
 @torch.no_grad()
 def learn(
-    similarity: Any, patterns: Tensor, labels: Tensor | None, asked: Questions, generator: torch.Generator,
+    similarity: Similarity, patterns: Tensor, labels: Tensor | None, asked: Questions, generator: torch.Generator,
     show: Callable[[str], None] = lambda step: None, mined: Tensor | None = None, count: int = 0, **options: Any,
-) -> tuple[float, FitReport]:  # fmt: skip
+) -> tuple[Any, float, FitReport]:  # fmt: skip
     """Learns a similarity that finds the pattern, or the class, that a query belongs to.
 
     The result is never much worse than a fixed score: if one is better than the learned weights by more than a standard
     error on held-out queries, it is the result. For ``similarity="auto"`` these are L1, trimmed L1, Euclid, the dot
     product and one saturating base; for others the score before the fit.
 
-    The similarity is learned in place. With the class of each of the ``patterns (N, d)`` as ``labels (N,)``, a pattern
-    does not answer for queries that were made of it, so that the accuracy holds for unseen patterns. ``mined`` are the
-    indices of the patterns out of which candidates are taken, by default all; the origin of a query is one of these.
-    ``count`` is the number of stored patterns, if ``patterns`` are a sample. ``show`` is told what is done next.
-    ``options`` are those of :func:`auto_trials`. Returns the temperature, by which scores are divided to be logits, and
+    With the class of each of the ``patterns (N, d)`` as ``labels (N,)``, a pattern does not answer for queries that
+    were made of it, so that the accuracy holds for unseen patterns. ``mined`` are the indices of the patterns out of
+    which candidates are taken, by default all; the origin of a query is one of these. ``count`` is the number of stored
+    patterns, if ``patterns`` are a sample. ``show`` is told what is done next. ``options`` are those of
+    :func:`auto_trials`. Returns the learned similarity, the temperature, by which scores are divided to be logits, and
     the accuracy.
     """
     began = time.perf_counter()
@@ -151,26 +150,25 @@ def learn(
     judge = Judge(patterns, labels, held, count or len(patterns))
     if mined is not None:
         patterns, labels = patterns[mined], None if labels is None else labels[mined]
-    fresh = copy.deepcopy(similarity) if is_solvable(similarity) else similarity
     show("solving for weights")
-    if isinstance(fresh, AutoSimilarity):
+    trials, errors = [Trial("start", "start", similarity)], 0.0
+    if isinstance(similarity, AutoSimilarity):
+        fresh = copy.deepcopy(similarity)
         fresh.reset_parameters()
+        before = _intact_found(fresh, patterns)
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        trials, errors = auto_trials(patterns, labels, asked, seed, **options), 2.0
-    elif is_solvable(similarity):
-        trials, errors = given_trials(similarity, patterns, labels, asked, generator), 0.0
+        trials, errors = auto_trials(fresh, patterns, labels, asked, seed, **options), 2.0
     else:
-        trials, errors = [Trial("start", "start", lambda similarity: None)], 0.0
+        before = _intact_found(similarity, patterns)
+        if is_solvable(similarity):
+            trials = given_trials(similarity, patterns, labels, asked, generator)
     show("judging scores by held-out queries")
-    made = [fresh if trial.name == "start" else copy.deepcopy(fresh) for trial in trials]
-    for trial, each in zip(trials, made, strict=True):
-        trial.install(each)
+    made = [trial.similarity for trial in trials]
     rows = torch.arange(len(judge.asked.query), device=patterns.device)
     reported = rows[1::2] if len(rows) > 1 else rows
-    order = _preferences(trials, _found(judge, made, rows[::2]), errors)
-    before = _intact_found(fresh, patterns)
-    chosen = next((number for number in order if _intact_found(made[number], patterns) >= before), order[0])
-    intact = _intact_found(made[chosen], patterns)
+    order = _preferences(trials, _found(judge, made, rows[::2]), errors, lambda each: judge.temperature(each)[1])
+    accepted = (number for number in order if _intact_found(made[number], patterns) >= before)
+    chosen = next(accepted, order[0])
     shown: dict[str, int] = {}
     for number in (chosen, *order):
         shown.setdefault(trials[number].member, number)
@@ -181,15 +179,13 @@ def learn(
     learned = [member for member, number in shown.items() if trials[number].name == "learned"]
     table = {name: accuracy[name] for name in dict.fromkeys(trial.name for trial in trials) if name in accuracy}
     table |= {"learned": accuracy[learned[0]]} if learned else {}
-    if isinstance(similarity, AutoSimilarity):
-        similarity.reset_parameters()
-    trials[chosen].install(similarity)
-    temperature, seconds = judge.temperature(similarity), time.perf_counter() - began
-    report = FitReport((*table.items(), ("intact records", intact)), trials[chosen].name, len(reported), seconds)
+    table["intact records"] = _intact_found(made[chosen], patterns)
+    temperature, seconds = judge.temperature(made[chosen])[0], time.perf_counter() - began
+    report = FitReport(tuple(table.items()), trials[chosen].name, len(reported), seconds)
     if isinstance(similarity, AutoSimilarity):
         members = tuple((member, accuracy[member]) for member in learned)
-        report = report._replace(members=members, result=repr(similarity))
-    return temperature, report
+        report = report._replace(members=members, result=repr(made[chosen]))
+    return made[chosen], temperature, report
 
 
 def _found(judge: Judge, made: Sequence[Any], rows: Tensor) -> Tensor:
@@ -210,11 +206,12 @@ def _found(judge: Judge, made: Sequence[Any], rows: Tensor) -> Tensor:
     return right
 
 
-def _preferences(trials: Sequence[Trial], right: Tensor, errors: float) -> list[int]:
+def _preferences(trials: Sequence[Trial], right: Tensor, errors: float, loss: Callable[[Any], float]) -> list[int]:
     """Orders trials by the queries that each of them finds, bool ``(trials, l)``: the first one is to be taken.
 
     Of the results of one member, the first fails least where damage is heavier than in most queries: it stands for the
-    member unless another one is better by more than ``errors`` standard errors. A member that is more expensive in a
+    member unless another one is better by more than ``errors`` standard errors. Without ``errors``, the result is taken
+    that finds most queries, and of equal ones that with the smallest ``loss``. A member that is more expensive in a
     search must be better by more than one, and so must simple scores, which are also taken if no other is acceptable.
     """
     count = right.sum(1).tolist()
@@ -227,9 +224,12 @@ def _preferences(trials: Sequence[Trial], right: Tensor, errors: float) -> list[
             simple.append(number)
     for numbers in members.values():
         first = numbers[0]
-        better = [each for each in numbers[1:] if is_larger(right[each], right[first], errors)]
-        numbers.sort(key=lambda each: -count[each])
-        numbers.sort(key=lambda each: (each not in better, each != first))
+        if errors:
+            better = [each for each in numbers[1:] if is_larger(right[each], right[first], errors)]
+            numbers.sort(key=lambda each: -count[each])
+            numbers.sort(key=lambda each: (each not in better, each != first))
+        else:
+            numbers.sort(key=lambda each: (-count[each], loss(trials[each].similarity)))
     simple.sort(key=lambda number: -count[number])
     if not members:
         return simple
@@ -248,12 +248,10 @@ def _preferences(trials: Sequence[Trial], right: Tensor, errors: float) -> list[
     ]
 
 
-def _intact_found(similarity: Any, patterns: Tensor) -> float:
+def _intact_found(similarity: Similarity, patterns: Tensor) -> float:
     """Returns the share of ``patterns (N, d)`` that no other pattern beats when they are asked for without damage."""
     count = min(len(patterns), max(1, INTACT_ELEMENTS // patterns.numel()))
     own = torch.arange(count, device=patterns.device) * len(patterns) // count
-    missing = {"missing": True} if patterns.isnan().any() else {}
-    bias = getattr(similarity, "bias", None)
-    query = patterns[own] if bias is None else patterns[own] + bias  # which the similarity subtracts
-    scores: Tensor = similarity(query, patterns, **missing)
+    missing: Any = {"missing": True} if patterns.isnan().any() else {}
+    scores: Tensor = similarity(similarity.biased(patterns[own]), patterns, **missing)
     return (scores.gather(1, own[:, None]) >= scores.amax(1, keepdim=True)).double().mean().item()

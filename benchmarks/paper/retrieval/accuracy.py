@@ -14,7 +14,7 @@ from ahop_layers.errors import AHopError
 from ahop_layers.memory.memory import AssociativeMemory
 from ahop_layers.memory.variants import Mixed
 from ahop_layers.ops.reference import accumulation_dtype
-from ahop_layers.similarity.fixed import FIXED
+from ahop_layers.similarity.protocol import FIXED
 from benchmarks.paper.networks import Network
 
 Memory = AssociativeMemory | Network

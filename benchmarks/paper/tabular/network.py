@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ahop_layers.errors import AHopError
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
-from ahop_layers.similarity.fixed import dot_product
+from ahop_layers.similarity.protocol import dot_product
 from benchmarks.paper.kernel_similarity import KernelModulation
 from benchmarks.paper.tabular.rows import CHUNK
 

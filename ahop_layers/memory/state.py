@@ -1,18 +1,21 @@
-"""Search: queries are scored against what a memory stored at one moment, and the best patterns are its hits."""
+"""State: all that a memory is at one moment, and how it scores queries against what is stored."""
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ahop_layers.errors import AHopError, check_same_device, describe
-from ahop_layers.memory.arrays import as_tensor, top_k
+from ahop_layers.memory.arrays import as_tensor, class_logsumexp, top_k
 from ahop_layers.memory.codes import Codes, make_codes
-from ahop_layers.memory.labels import class_logsumexp
+from ahop_layers.memory.fitted import Fitted
 from ahop_layers.memory.storage import Stored, read_values
+from ahop_layers.ops.operators import assert_in_graph
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity.protocol import Similarity
 
@@ -24,6 +27,10 @@ SHORTLIST_RECALL = 0.99  # share of what an exact search finds that a measured s
 SHORTEST_SHORTLIST, LONGEST_SHORTLIST = 2**5, 2**13
 SHORTLIST_COST = 32  # a pattern of a shortlist takes the time of so many in an exact search, because it is gathered
 PREPARED_ELEMENTS = 2**28  # most elements of the patterns that a similarity prepares: 1 GiB in float32
+
+
+Versions = tuple[tuple[Tensor, int], ...]
+"""Tensors, and how often each of them was modified in place."""
 
 
 class Shortlist(NamedTuple):
@@ -51,11 +58,67 @@ class Queries(NamedTuple):
         return values.reshape((*self.batch, *values.shape[1:]))
 
 
-class Scorer(NamedTuple):
-    """Scores queries against what a memory stored at one moment."""
+@dataclass(frozen=True, eq=False)
+class State:
+    """All that a memory is at one moment. A method reads it once, and each change replaces it as a whole.
+
+    Attributes:
+        stored: the patterns and what belongs to them.
+        frozen: a copy of the similarity, which scores without gradients. A module or a function of the user is no copy.
+        live: the similarity whose parameters train. It scores with gradients, and in compiled and exported graphs.
+        beta: the inverse temperature, a scalar in the accumulation dtype.
+        fitted: what the last fit found.
+        codes: the codes of the patterns, if there are any.
+        sources: what :func:`versions` returned when the similarity was copied.
+    """
 
     stored: Stored
-    similarity: Similarity
+    frozen: Similarity
+    live: Similarity
+    beta: Tensor
+    fitted: Fitted
+    codes: Codes | None = None
+    sources: Versions = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"codes": None, "sources": ()}
+
+    @property
+    def similarity(self) -> Similarity:
+        """The similarity of a call."""
+        return self.live if torch.is_grad_enabled() or torch.compiler.is_compiling() else self.frozen
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors of a state dict that belong neither to the patterns nor to the similarity."""
+        return {"beta": self.beta, **self.fitted.tensors()}
+
+    def loaded(self, tensors: Mapping[str, Tensor]) -> "State":
+        """Returns the state with other :meth:`tensors`."""
+        return replace(self, beta=tensors["beta"], fitted=Fitted.loaded(tensors))
+
+    def moved(self, fn: Callable[[Tensor], Tensor]) -> "State":
+        """Returns the state after ``fn`` moved or converted its tensors; some stay in at least float32."""
+        labels = None if self.stored.labels is None else fn(self.stored.labels)
+        stored = replace(self.stored, patterns=fn(self.stored.patterns), labels=labels, classes=None)
+        place: Any = {"device": stored.patterns.device}
+        wide = place | {"dtype": accumulation_dtype(stored.dtype)}
+        mixture = self.fitted.mixture._replace(spread=self.fitted.mixture.spread.to(**wide))
+        fitted = replace(self.fitted, mixture=mixture, foreign=self.fitted.foreign.to(**place))
+        return replace(self, stored=stored, beta=self.beta.to(**wide), fitted=fitted, codes=None)
+
+    def of(self, similarity: Similarity) -> "State":
+        """Returns the state with another similarity, which may change it no longer."""
+        return replace(self, frozen=similarity, live=similarity, codes=None)
+
+    @cached_property
+    def prepared(self) -> Sequence[Tensor]:
+        """The patterns as the similarity prepares them, if that pays and is not too large."""
+        patterns = self.stored.patterns
+        with torch.inference_mode(False), torch.no_grad():
+            widths = sum(each.shape[-1] for each in self.frozen.prepare(self.stored.chunk(0, 1)))
+            if not 0 < widths * len(patterns) <= PREPARED_ELEMENTS or patterns.is_inference():
+                return ()
+            return self.frozen.prepare(self.stored.chunk(0, len(patterns)))
 
     def queries(self, x: Any, call: str) -> Queries:
         """Returns queries ``(..., d)``, or in the shape of the patterns, as a matrix, for the method ``call``."""
@@ -83,13 +146,16 @@ class Scorer(NamedTuple):
             rule = f"{name} must be (..., d){shape} with the d = {stored.dim} of the patterns"
             raise AHopError(f"{rule}, got {describe(given)}")
         check_same_device(**{name: given, "patterns": stored.patterns})
-        rows = given.reshape(-1, stored.dim)
-        if torch.compiler.is_compiling():
-            return rows.to(stored.dtype), batch, False
+        rows, dtype, limit = given.reshape(-1, stored.dim), stored.dtype, _largest_value(stored.dtype, stored.dim)
+        if torch.compiler.is_compiling():  # a graph cannot branch on values
+            known, allowed = ~rows.isnan(), self.similarity.allows_missing
+            assert_in_graph(~rows.isinf().any(), f"{name} must not be infinite, got infinity")
+            message = f"{name} must have a known value in each row" if allowed else f"{name} must not hold NaN"
+            assert_in_graph(known.any(1).all() if allowed else known.all(), f"{message}, got NaN")
+            return rows.to(dtype), batch, allowed
         missing, largest = read_values(name, rows)
         if missing:
             self.check_missing(name)
-        dtype, limit = stored.dtype, _largest_value(stored.dtype, stored.dim)
         if largest > max(limit, stored.largest):  # beyond float16, or nonsense
             dtype = accumulation_dtype(dtype)
             limit = _largest_value(dtype, stored.dim)
@@ -98,21 +164,14 @@ class Scorer(NamedTuple):
 
     def within_reach(self, rows: Tensor) -> Tensor:
         """Clamps ``rows (L, d)`` that are far beyond the stored patterns, where the similarity asks for it."""
-        within: Any = getattr(self.similarity, "within", None)
-        return rows if within is None else within(rows, *self.stored.keep("reach", self._limits))
-
-    def _limits(self) -> tuple[Tensor, Tensor]:
-        """Returns the smallest and the largest value of each dimension ``(d,)``, of all ranks together."""
-        (low, high), shards = self.stored.limits(), self.stored.shards
-        if shards is None:
-            return low, high
-        low, high = low.nan_to_num(torch.inf), high.nan_to_num(-torch.inf)
-        low, high = shards.gather(low).amin(0), shards.gather(high).amax(0)
-        return low.masked_fill(low > high, torch.nan), high.masked_fill(low > high, torch.nan)
+        if not self.similarity.is_clamped:
+            return rows
+        limits = self.stored.find_limits() if torch.compiler.is_compiling() else self.stored.limits
+        return self.similarity.within(rows, *limits)
 
     def check_missing(self, name: str) -> None:
         """Raises if the similarity cannot score pairs with missing values."""
-        if not getattr(self.similarity, "allows_missing", False):
+        if not self.similarity.allows_missing:
             raise AHopError(f"{name} must not hold NaN for this similarity, got NaN: similarity='auto' allows it")
 
     def scores(self, rows: Tensor, missing: bool | None = None) -> Tensor:
@@ -125,15 +184,14 @@ class Scorer(NamedTuple):
 
         ``missing`` says whether queries or patterns have unknown values; None reads the queries for NaN.
         """
-        stored = self.stored
+        stored, compiling = self.stored, torch.compiler.is_compiling()
         if missing is None:
-            # A branch on queries would break a compiled graph.
-            missing = stored.unknown or (not torch.compiler.is_compiling() and bool(rows.isnan().any()))
+            missing = stored.unknown or (self.similarity.allows_missing if compiling else bool(rows.isnan().any()))
             if missing:
                 self.check_missing("queries")
-        size, copies = self._chunk_size(len(rows)), self._prepared()
+        size, copies = self._chunk_size(len(rows)), () if compiling or stored.patterns.requires_grad else self.prepared
         for start in range(0, len(stored.patterns), size):
-            prepared = None if copies is None else [copy[start : start + size] for copy in copies]
+            prepared = [copy[start : start + size] for copy in copies]
             yield self._compare(rows, stored.chunk(start, size), missing, prepared)
 
     def search(self, asked: Queries, k: int, shortlist: int | None = None) -> tuple[Tensor, Tensor]:
@@ -158,26 +216,28 @@ class Scorer(NamedTuple):
 
     def nearest(self, rows: Tensor, count: int) -> Tensor:
         """Returns the patterns whose codes are nearest to each of ``rows (L, d)``, nearest first: ``(L, count)``."""
-        return self.codes().nearest(getattr(self.similarity, "unbiased", lambda query: query)(rows), count)
+        return cast(Codes, self.codes).nearest(self.similarity.unbiased(rows), count)
 
     def candidate_scores(self, rows: Tensor, index: Tensor, missing: bool) -> Tensor:
         """Scores each of ``rows (L, d)`` against its own patterns ``index (L, n)``: ``(L, n)``."""
         size, scores = max(1, CHUNK_ELEMENTS // (index.shape[1] * self.stored.dim)), []
         for some, places in zip(torch.split(rows, size), torch.split(index, size), strict=True):
             keys = torch.unflatten(self.stored.sample(places.flatten()), 0, places.shape)
-            scores.append(self._compare(some[:, None], keys, missing, None)[:, 0])
+            scores.append(self._compare(some[:, None], keys, missing, ())[:, 0])
         return torch.cat(scores) if scores else rows.new_empty(index.shape)
 
-    def codes(self, bits: int = 8) -> Codes:
-        """Returns the codes of the patterns, which are made at the first call."""
-        stored, bias = self.stored, getattr(self.similarity, "bias", None)
-
-        def score(query: Tensor, key: Tensor) -> Tensor:  # the similarity subtracts the bias
-            return self._compare(query if bias is None else query + bias, key, stored.unknown, None)
-
-        if hasattr(self.similarity, "overview"):
+    def with_codes(self, bits: int = 8) -> "State":
+        """Returns the state with codes of the patterns."""
+        stored, similarity = self.stored, self.frozen
+        if similarity.overview is not None:
             raise AHopError("shortlist must be None for images, got one: codes of pixels do not follow their score")
-        return stored.keep("codes", lambda: make_codes(stored, score, bits))
+        if stored.patterns.device.type != "cpu":
+            raise AHopError(f"codes need patterns on a CPU, got {stored.patterns.device}: there, searches are exact")
+
+        def score(query: Tensor, key: Tensor) -> Tensor:
+            return self._compare(similarity.biased(query), key, stored.unknown, ())
+
+        return replace(self, codes=make_codes(stored, score, bits))
 
     def logsumexp(self, asked: Queries, factor: float | Tensor, by_class: bool) -> Tensor:
         """Returns the log-sum-exp of ``factor`` times the scores: of each class ``(L, C)``, or of all ``(L, 1)``.
@@ -196,34 +256,12 @@ class Scorer(NamedTuple):
         found = torch.cat(parts)
         return found if shards is None else shards.gather(found).logsumexp(0)
 
-    def _compare(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor] | None) -> Tensor:
+    def _compare(self, query: Tensor, key: Tensor, missing: bool, prepared: Sequence[Tensor]) -> Tensor:
         """Scores ``query (..., L, d)`` against patterns ``key (..., S, d)``."""
         options: dict[str, Any] = {"missing": True} if missing else {}
-        if prepared is not None:
+        if prepared:
             options["prepared"] = [each.to(query.dtype) for each in prepared]
-        scores = self.similarity(query, key.to(query.dtype), **options)
-        patterns, in_units = self.stored.patterns, getattr(self.similarity, "units", None) is not None
-        return scores.to(patterns.dtype) if in_units and patterns.is_floating_point() else scores  # without a scale
-
-    def _prepared(self) -> Sequence[Tensor] | None:
-        """Returns copies of the patterns as the similarity prepares them, if it needs any."""
-        stored, similarity = self.stored, self.similarity
-        if not hasattr(similarity, "prepare") or not hasattr(similarity, "sources") or torch.compiler.is_compiling():
-            return None
-        sources = similarity.sources()
-        elements = len(stored.patterns) * sum(source.shape[-1] for source in sources if source.ndim)
-        if not 0 < elements <= PREPARED_ELEMENTS:
-            return None
-        if stored.patterns.requires_grad or any(each.is_inference() for each in (stored.patterns, *sources)):
-            return None  # no gradient; no version counter
-
-        def copies() -> tuple[Any, Sequence[Tensor]]:
-            return sources, similarity.prepare(stored.chunk(0, len(stored.patterns)))
-
-        found: Sequence[Tensor]
-        versions = [(id(source), source._version) for source in sources]  # the ids stay in use
-        _, found = stored.keep(f"prepared {versions}", copies)
-        return found
+        return self.similarity(query, key.to(query.dtype), **options)
 
     def _chunk_size(self, queries: int) -> int:
         """Returns the number of patterns that are scored at once.
@@ -234,26 +272,43 @@ class Scorer(NamedTuple):
         """
         dim, queries = self.stored.dim, max(1, queries)
         size = max(1, min(CHUNK_ELEMENTS // dim, CHUNK_SCORES // min(queries, QUERIES_AT_ONCE)))
-        if not getattr(self.similarity, "is_fused", False) or self.stored.patterns.device.type != "cuda":
+        if not self.similarity.is_fused or self.stored.patterns.device.type != "cuda":
             return size
         return max(size, min(GPU_CHUNK_ELEMENTS // dim, CHUNK_SCORES // queries))
 
 
-def measure_shortlist(scorer: Scorer, origin: Tensor | None, rows: Tensor) -> Shortlist:
+def versions(similarity: Similarity, patterns: Tensor) -> Versions:
+    """Returns the patterns, and the parameters and buffers of a similarity, with their versions.
+
+    Inference tensors have none and are taken as modified. Writing to the ``data`` of a parameter changes no version.
+    """
+    owners = similarity.modules() if isinstance(similarity, nn.Module) else ()
+    tensors = [each for part in owners for own in (part._parameters, part._buffers) for each in own.values()]
+    present = (each for each in (patterns, *tensors) if each is not None)
+    return tuple((each, -1 if each.is_inference() else each._version) for each in present)
+
+
+def are_equal(first: Versions, second: Versions) -> bool:
+    """Returns whether nothing was modified between two calls of :func:`versions`."""
+    pairs = zip(first, second, strict=False)
+    return len(first) == len(second) and all(a is b and i == j >= 0 for (a, i), (b, j) in pairs)
+
+
+def measure_shortlist(state: State, origin: Tensor | None, rows: Tensor) -> Shortlist:
     """Finds a length that keeps the recall SHORTLIST_RECALL with the damaged queries ``rows (L, d)``.
 
     It is the number of all patterns if no length does, or if an exact search takes no longer. A query for which an
     exact search finds another pattern than its ``origin (L,)`` does not count.
     """
-    count, asked = scorer.stored.count, scorer.queries(rows, "fit")
+    count, asked = state.stored.count, state.queries(rows, "fit")
 
     def search(shortlist: int | None) -> tuple[Tensor, float]:
         began = time.perf_counter()
-        found = scorer.search(asked, 1, shortlist)[1]
+        found = state.search(asked, 1, shortlist)[1]
         return found, (time.perf_counter() - began) / len(rows)
 
     best, exact_seconds = search(None)
-    at = scorer.nearest(asked.rows, min(LONGEST_SHORTLIST, count)) == best
+    at = state.nearest(asked.rows, min(LONGEST_SHORTLIST, count)) == best
     rank = torch.where(at.any(1), at.int().argmax(1), count)
     rank = rank if origin is None or not (right := best[:, 0] == origin).any() else rank[right]
     needed = rank.sort().values[max(0, math.ceil(SHORTLIST_RECALL * len(rank)) - 1)].item() + 1
