@@ -63,8 +63,8 @@ BAD_CALLS = {
     "other n": (score12(w4, blocks=6), "blocks must be the n of weight .* 6 blocks and"),
     "other tensor": (score12(w4, blocks=torch.arange(12)), r"the n of weight .* 12 blocks and \(2, 4\)"),
     "tensor on a kernel": (
-        score12(w4, blocks=torch.arange(12) // 3, backend="chunked"),
-        "a tensor of blocks runs on the reference path only, got backend='chunked'",
+        score12(w4, blocks=torch.arange(12) // 3, backend="cpu"),
+        "a tensor of blocks needs backend='chunked' or 'reference', got backend='cpu'",
     ),
     "divisor": (similar(12, blocks=5), "blocks must divide d = 12: .* 1, 2, 3, 4, 6, 12, got 5"),
     "length": (similar(12, blocks=torch.arange(6)), "each of the 12 dimensions, got 6"),

@@ -274,12 +274,13 @@ def test_scores_and_gradients_in_half_precision(d, n, dtype):
 @on_gpu
 def test_opcheck_on_the_gpu():
     inputs = problem(2, 3, 9, 11, 16)
-    arguments = *(x.clone().requires_grad_() for x in inputs), "dis,dot", "cuda", True, None, False
+    arguments = *(x.clone().requires_grad_() for x in inputs), "dis,dot", "cuda", True, None, False, None
     torch.library.opcheck(torch.ops.ahop.score, arguments)
     padded = problem(1, 1, 9, 11, 97)  # padded inside the kernel; the results must have the declared strides
     for tensors, need in ((inputs, [True, False, True]), (padded, [True] * 3)):
         grad = torch.randn(*tensors[0].shape[:2], 9, 11, device="cuda")
-        torch.library.opcheck(torch.ops.ahop.score_backward, (grad, *tensors, "dis,dot", "cuda", None, need))
+        arguments = grad, *tensors, "dis,dot", "cuda", None, False, None, need
+        torch.library.opcheck(torch.ops.ahop.score_backward, arguments)
 
 
 @on_gpu

@@ -11,6 +11,7 @@ import torch
 import ahop_layers as ah
 from ahop_layers.memory import state as state_module
 from ahop_layers.ops import chunked, reference
+from tests.new_tensors import peak_memory
 from tests.samples import refuses
 
 SIMILARITIES = ["auto", "dot", "dis", "l1", "adaptive", "normalized"]
@@ -138,12 +139,78 @@ def test_scores_of_all_backends_follow_the_definition(backend, missing):
     torch.testing.assert_close(scores, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0)
 
 
-def test_gradients_with_missing_values_are_finite_and_right():
-    query, key = torch.randn(2, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
-    query[0, 2], key[1, 4] = torch.nan, torch.nan
-    weight = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
-    options = {"bases": ("l1", "near"), "widths": torch.tensor([1.0, 0.5], dtype=torch.float64), "missing": True}
-    assert torch.autograd.gradcheck(lambda weight: ah.adaptive_similarity(query, key, weight, **options), weight)
+GRADIENTS = {"dimensions": (6, None), "equal": (3, None), "unequal": (3, UNEQUAL), "one": (1, None)}
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize(("n", "blocks"), GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_with_missing_values_are_finite_and_right(n, blocks, missing, monkeypatch):
+    bases, widths = ("l1", "near", "dot"), torch.tensor([1.0, 0.5, 1.0], dtype=torch.float64)
+    query, key, weight = random(2, 1, 3, 6), random(2, 4, 6, seed=2)[:, None], random(2, 3, n, seed=3)
+    gone = [torch.rand(each.shape, generator=torch.Generator().manual_seed(4)) < 0.4 * missing for each in (query, key)]
+    gone[0][0, 0, 0] = missing  # a query without a known value
+
+    def score(query, key, weight, backend="auto"):
+        query, key = (x.masked_fill(mask, torch.nan) for x, mask in zip((query, key), gone, strict=True))
+        options = {"widths": widths, "blocks": blocks, "missing": missing, "backend": backend}
+        return ah.adaptive_similarity(query.expand(-1, 2, -1, -1), key, weight, bases, **options).clamp(min=-99)
+
+    leaves = [x.requires_grad_() for x in (query, key, weight)]
+    expected = torch.autograd.grad(score(*leaves, backend="reference").cos().sum(), leaves)
+    torch.testing.assert_close(torch.autograd.grad(score(*leaves).cos().sum(), leaves), expected)
+    monkeypatch.setattr(chunked, "SCRATCH_BYTES", 20000)
+    torch.testing.assert_close(torch.autograd.grad(score(*leaves).cos().sum(), leaves), expected)
+    assert torch.autograd.gradcheck(score, leaves)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "blocks"), [(6, None), (3, UNEQUAL)])
+def test_opcheck_with_missing_values(n, blocks):
+    query, key, weight = unknown(random(1, 2, 3, 6), 0.3), unknown(random(1, 2, 4, 6, seed=2), 0.3), random(2, 2, n)
+    tensors, options = (query, key, weight.requires_grad_(), "dis,dot", "auto"), (None, True, blocks)
+    torch.library.opcheck(torch.ops.ahop.score, (*tensors, False, *options))
+    arguments = random(1, 2, 3, 4), query, key, weight.detach(), *tensors[3:], *options, [True] * 3
+    torch.library.opcheck(torch.ops.ahop.score_backward, arguments)
+
+
+def test_a_gradient_with_missing_values_takes_bounded_memory():
+    """No tensor of size L x S x d, forward or backward."""
+    query, key = unknown(random(40, 64, dtype=torch.float32), 0.1), random(5000, 64, seed=2, dtype=torch.float32)
+    leaves = query.requires_grad_(), key.requires_grad_(), random(3, 64, dtype=torch.float32).requires_grad_()
+
+    def call():
+        scores = ah.adaptive_similarity(*leaves, ("dis", "dot", "near"), missing=True)
+        return torch.autograd.grad(scores.sum(), leaves)
+
+    _, peak = peak_memory(call)
+    assert peak < 64e6 + 3 * 40 * 5000 * 4
+
+
+class Scores(torch.nn.Module):
+    def __init__(self, similarity):
+        super().__init__()
+        self.similarity = similarity
+
+    def forward(self, query, key):
+        return self.similarity(query, key, missing=True)
+
+
+@pytest.mark.parametrize("kernel", ["compiled", "exported"])
+@pytest.mark.parametrize("blocks", [None, 2, UNEQUAL], ids=str)
+def test_operators_serve_graphs_with_missing_values(kernel, blocks, monkeypatch):
+    similarity = randomized(ah.AdaptiveSimilarity(6, bases=BASES, blocks=blocks))
+    query, key = (unknown(random(size, 6, seed=size), 0.3) for size in (4, 7))
+    expected = similarity(query, key, missing=True)
+    monkeypatch.setattr(reference, "missing_similarity", lambda *_: pytest.fail("took the reference path"))
+    if kernel == "compiled":
+        graph = torch.compile(Scores(similarity), backend="aot_eager", fullgraph=True)
+    else:
+        graph = torch.export.export(Scores(similarity), (query, key)).module()
+    scores = graph(query, key)
+    torch.testing.assert_close(scores, expected)
+    if kernel == "compiled":
+        found = (torch.autograd.grad(each.clamp(min=-99).sum(), similarity.w) for each in (scores, expected))
+        torch.testing.assert_close(*found)
 
 
 def check(memory, query, scores):

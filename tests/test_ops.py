@@ -18,7 +18,7 @@ from tests.new_tensors import peak_memory
 from tests.samples import problem, refuses
 
 BASES = ("dis", "dot", "l1")
-OPTIONS = True, None, False  # wide scores, no widths, no missing values
+OPTIONS = True, None, False, None  # wide scores, no widths, no missing values
 
 
 @pytest.mark.parametrize("backend", ["chunked", "auto"])
@@ -46,7 +46,7 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.ahop.score, (query.requires_grad_(), key, weight, "dis,dot", "auto", *OPTIONS))
     inputs = torch.randn(2, 3, 5, 7, dtype=torch.float64), query.detach(), key, weight[..., :4]
     for need in ([True, True, True], [False, True, False]):
-        torch.library.opcheck(torch.ops.ahop.score_backward, (*inputs, "dis,dot", "auto", None, need))
+        torch.library.opcheck(torch.ops.ahop.score_backward, (*inputs, "dis,dot", "auto", None, False, None, need))
 
 
 x, y, u = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(3, 2, 8)
@@ -287,16 +287,17 @@ def test_scores_in_the_dtype_of_the_query(backend, dtype):
     """The operator rounds scores of half precision once, and its backward takes gradients in that dtype."""
     query, key, weight = x.to(dtype), y.to(dtype), u
     inputs = query, key, weight, "dis,dot", backend
-    wide, narrow = (torch.ops.ahop.score(*inputs, each, None, False) for each in (True, False))
+    wide, narrow = (torch.ops.ahop.score(*inputs, each, None, False, None) for each in (True, False))
     assert (wide.dtype, narrow.dtype) == (torch.float32, dtype)
     assert torch.equal(narrow, wide.to(dtype))
     need = [True, True, True]
     results = (
-        torch.ops.ahop.score_backward(each, *inputs, None, need) for each in (GRAD.to(dtype), GRAD.to(dtype).float())
+        torch.ops.ahop.score_backward(each, *inputs, None, False, None, need)
+        for each in (GRAD.to(dtype), GRAD.to(dtype).float())
     )
     assert all(map(torch.equal, *results))
     if backend == "auto":
-        torch.library.opcheck(torch.ops.ahop.score, (query.requires_grad_(), *inputs[1:], False, None, False))
+        torch.library.opcheck(torch.ops.ahop.score, (query.requires_grad_(), *inputs[1:], False, None, False, None))
 
 
 class _Seen(TorchDispatchMode):

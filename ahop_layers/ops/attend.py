@@ -130,7 +130,8 @@ class _SoftmaxScores(torch.autograd.Function):
             return *(each if wanted else None for each, wanted in zip(grads, need, strict=True)), None
         slopes = grad * weights
         slopes = slopes - weights * slopes.sum(-1, keepdim=True)
-        return *call_backward("score_backward", need, slopes, query, key, weight, ",".join(bases), "auto", None), None
+        args = slopes, query, key, weight, ",".join(bases), "auto", None, False, None
+        return *call_backward("score_backward", need, *args), None
 
 
 def softmax_scores(query: Tensor, key: Tensor, weight: Tensor, bases: Sequence[str]) -> Tensor | None:

@@ -124,14 +124,16 @@ def score_backward(
     bases: Sequence[str],
     need: Need,
     widths: Tensor | None = None,
+    missing: bool = False,
     softmax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors.
 
     With the ``softmax`` of the scores, ``grad`` is its gradient.
     """
-    if "near" in bases:  # which the library does not differentiate
-        return chunked.score_backward(grad, query, key, weight, bases, need, widths)
+    missing = missing and has_nan(query, key)
+    if missing or "near" in bases:  # which the library does not differentiate
+        return chunked.score_backward(grad, query, key, weight, bases, need, widths, missing)
     dtype = accumulation_dtype(query.dtype)
     grad = grad.to(dtype) if softmax is None else grad.contiguous()
     grads = allocate_grads((query, key, weight), need, dtype)
@@ -142,6 +144,11 @@ def score_backward(
     query_grad, key_grad, weight_grad = grads
     # The cumulative sum is the transpose of fold.
     return query_grad.to(query.dtype), key_grad.to(key.dtype), weight_grad.cumsum(-1)
+
+
+def has_nan(*tensors: Tensor) -> bool:
+    """Returns True if a tensor has NaN, and possibly if it has infinities of both signs; reads each value once."""
+    return any(bool(each.sum().isnan()) for each in tensors)
 
 
 def _run(

@@ -57,7 +57,7 @@ def adaptive_similarity(
             pairs; :func:`ahop_layers.ops.reference.missing_similarity` has the formula. A pair without a known
             dimension has the score -inf. False: NaN gives NaN.
         blocks: None, or the n of ``weight``. An integer tensor ``(d,)`` names the block of each dimension and takes the
-            reference path; :class:`~ahop_layers.AdaptiveSimilarity` avoids that for built-in bases.
+            slow path ``"chunked"``; :class:`~ahop_layers.AdaptiveSimilarity` avoids that for built-in bases.
         backend: ``"auto"`` takes the fastest for the device; ``"reference"``, ``"chunked"``, ``"cpu"`` and ``"cuda"``
             force one. See :func:`ahop_layers.backends`.
 
@@ -82,11 +82,11 @@ def adaptive_similarity(
     check_choice("backend", backend, ("auto", *BACKENDS))
     widths = _check_widths(widths, names, query)
     tracked = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, weight))
-    custom = [f"the registered base {name!r}" for name in names if BASES[name].slopes is None]
-    custom += [] if numbers is None else ["a tensor of blocks"]
-    custom += ["the gradient of scores with missing values"] if missing and tracked else []
+    custom = [name for name in names if BASES[name].slopes is None]
     if custom and backend not in ("auto", "reference"):
-        raise AHopError(f"{custom[0]} runs on the reference path only, got backend={backend!r}")
+        raise AHopError(f"the registered base {custom[0]!r} runs on the reference path only, got backend={backend!r}")
+    if numbers is not None and backend not in ("auto", "reference", "chunked"):
+        raise AHopError(f"a tensor of blocks needs backend='chunked' or 'reference', got backend={backend!r}")
 
     cast = autocast_dtype(query, key)
     if cast is not None:
@@ -94,7 +94,7 @@ def adaptive_similarity(
     elif query.dtype != key.dtype:
         raise AHopError(f"query and key must have the same dtype, got {query.dtype} and {key.dtype}")
     dtype, wide, autocast = query.dtype, accumulation_dtype(query.dtype), cast is not None
-    if custom or backend == "reference" or is_transformed():
+    if (custom and (tracked or not missing)) or backend == "reference" or is_transformed():
         with torch.autocast(query.device.type, enabled=False) if autocast else nullcontext():
             query, key, weight = (each.to(wide) for each in (query, key, weight))
             if not missing:
@@ -102,16 +102,12 @@ def adaptive_similarity(
                     scores = folded_similarity(query, key, fold(weight), names, widths, numbers, ("dot", "dis"))
                 else:
                     scores = reference.adaptive_similarity(query, key, weight, names, numbers, widths)
-            elif tracked or backend == "reference" or is_transformed() or torch.compiler.is_compiling():
-                scores = reference.missing_similarity(query, key, fold(weight), names, numbers, widths)
             else:
-                parts = _canonical(query, key, weight, batch)
-                scores = chunked.score(*parts, names, wide, widths, missing, numbers)
-                scores = scores.reshape(*batch, *scores.shape[-2:])
+                scores = reference.missing_similarity(query, key, fold(weight), names, numbers, widths)
     else:
         weight = weight if weight.dtype == query.dtype else weight.to(wide)
         name, tensors = "score" if tracked else "score_forward", _canonical(query, key, weight, batch)
-        scores = call_operator(name, *tensors, ",".join(names), backend, autocast, widths, missing)
+        scores = call_operator(name, *tensors, ",".join(names), backend, autocast, widths, missing, numbers)
         scores = scores if len(batch) == 2 else scores.reshape(*batch, *scores.shape[-2:])
     return scores.to(wide if autocast else dtype)
 
@@ -306,8 +302,10 @@ def _score_forward(query: Tensor, key: Tensor, weight: Tensor, *options: Any) ->
 
     Kernels compute addresses from shapes and dtypes: :func:`adaptive_similarity` checks these.
     """
-    bases, backend, wide, widths, missing = options
+    bases, backend, wide, widths, missing, numbers = options
     names, dtype = kernel_bases(bases), accumulation_dtype(query.dtype) if wide else query.dtype
+    if numbers is not None:
+        return chunked.score(query, key, weight, names, dtype, widths, missing, numbers)
     kernel = choose_kernel(backend, query, names, weight.shape[-1], missing)
     if weight.requires_grad and hasattr(kernel, "compile_ahead"):
         kernel.compile_ahead(query, weight, names, dtype)
@@ -321,10 +319,13 @@ def _fake_score_forward(query: Tensor, key: Tensor, weight: Tensor, *options: An
 
 def _score_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of query, key and weight, empty where ``need`` is False."""
-    grad, query, key, weight, bases, backend, widths, need = args
-    names = kernel_bases(bases)
-    kernel = choose_kernel(backend, query, names, weight.shape[-1])
-    *grads, slope = kernel.score_backward(grad, query, key, weight, names, tuple(need), widths)
+    grad, query, key, weight, bases, backend, widths, missing, numbers, need = args
+    names, given = kernel_bases(bases), (grad, query, key, weight)
+    if numbers is not None:
+        *grads, slope = chunked.score_backward(*given, names, tuple(need), widths, missing, numbers)
+    else:
+        kernel = choose_kernel(backend, query, names, weight.shape[-1], missing)
+        *grads, slope = kernel.score_backward(*given, names, tuple(need), widths, missing)
     return grads[0], grads[1], slope.to(weight.dtype)
 
 
@@ -335,23 +336,23 @@ def _fake_score_backward(*args: Any) -> tuple[Tensor, ...]:
 class _Score(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *tensors, bases, backend, _, widths, missing = args
-        if missing:
-            raise AHopError("the gradient of scores with missing values takes the reference path")
-        ctx.save_for_backward(*tensors, widths)
-        ctx.options = bases, backend
+        *tensors, bases, backend, _, widths, missing, numbers = args
+        ctx.save_for_backward(*tensors, widths, numbers)
+        ctx.options = bases, backend, missing
         return call_operator("score_forward", *args)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, widths = ctx.saved_tensors
-        need = ctx.needs_input_grad[:3]
-        return *call_backward("score_backward", need, grad, *tensors, *ctx.options, widths), *[None] * 5
+        *tensors, widths, numbers = ctx.saved_tensors
+        need, (bases, backend, missing) = ctx.needs_input_grad[:3], ctx.options
+        args = grad, *tensors, bases, backend, widths, missing, numbers
+        return *call_backward("score_backward", need, *args), *[None] * 6
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor weight, str bases, str backend"
-_SCHEMA = f"({_INPUTS}, bool wide, Tensor? widths, bool missing) -> Tensor"
+_OPTIONS = "Tensor? widths, bool missing, Tensor? blocks"
+_SCHEMA = f"({_INPUTS}, bool wide, {_OPTIONS}) -> Tensor"
 register("score_forward", _SCHEMA, _score_forward, _fake_score_forward)
 register_composite("score", _SCHEMA, _Score)
-_SCHEMA = f"(Tensor grad, {_INPUTS}, Tensor? widths, bool[] need) -> (Tensor, Tensor, Tensor)"
+_SCHEMA = f"(Tensor grad, {_INPUTS}, {_OPTIONS}, bool[] need) -> (Tensor, Tensor, Tensor)"
 register("score_backward", _SCHEMA, _score_backward, _fake_score_backward)

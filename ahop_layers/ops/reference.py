@@ -256,12 +256,25 @@ def missing_similarity(
 def stretched(folded: Tensor, count: Tensor) -> Tensor:
     """The weights of the first ``count (...)`` of n sorted similarities: the integrals of ``folded (..., n)``."""
     n = folded.shape[-1]
-    ranks = torch.arange(n + 1, device=folded.device)
-    place = (n * ranks / count.unsqueeze(-1).clamp(min=1).to(folded.dtype)).clamp(max=n)
-    rank = (place.ceil().long() - 1).clamp(min=0)
+    place, rank = _places(count, n, folded.dtype)
     before = torch.nn.functional.pad(folded.cumsum(-1), (1, 0)).expand(*rank.shape[:-1], n + 1)
     reached = before.gather(-1, rank) + (place - rank) * folded.expand(*rank.shape[:-1], n).gather(-1, rank)
     return reached.diff(dim=-1)
+
+
+def unstretched(slopes: Tensor, count: Tensor) -> Tensor:
+    """The transpose of :func:`stretched`: slopes ``(..., n)`` of its weights to those of ``folded``, for each pair."""
+    place, rank = _places(count, slopes.shape[-1], slopes.dtype)
+    reached = -torch.nn.functional.pad(slopes, (1, 1)).diff(dim=-1)
+    inside, before = (torch.zeros_like(slopes).scatter_add_(-1, rank, x) for x in (reached * (place - rank), reached))
+    return inside + fold(before) - before
+
+
+def _places(count: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The ends of ``count (...)`` equal parts of n ranks, from 0, and the rank that each is in: ``(..., n + 1)``."""
+    ranks = torch.arange(n + 1, device=count.device)
+    place = (n * ranks / count.unsqueeze(-1).clamp(min=1).to(dtype)).clamp(max=n)
+    return place, (place.ceil().long() - 1).clamp(min=0)
 
 
 def _at(widths: Tensor | None, index: int) -> Tensor | None:

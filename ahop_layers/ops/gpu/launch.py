@@ -72,10 +72,11 @@ def score_backward(
     bases: Sequence[str],
     need: Need,
     widths: Tensor | None = None,
+    missing: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`score`; gradients that ``need`` excludes are empty tensors."""
-    if query.numel() * key.numel() == 0 or "near" in bases:
-        return chunked.score_backward(grad, query, key, weight, bases, need, widths)
+    if query.numel() * key.numel() == 0 or missing or "near" in bases:
+        return chunked.score_backward(grad, query, key, weight, bases, need, widths, missing)
     return lanes.score_backward(grad, query, key, weight.float(), tuple(bases), need)
 
 
