@@ -340,10 +340,7 @@ def test_what_is_served():
     for n, d in ((2**16 + 1, 2**16 + 1), (2**16 + 1, 2**17 + 2), (1, 2**18 + 1)):
         assert not cpu.serves(torch.empty(1, 1, 1, d), ALL, n)
     query = torch.empty(1, 1, 1, 12)
-    assert cpu.serves(query, SHARED, 4)
-    assert cpu.serves(query, SHARED, 12, missing=True)
-    assert cpu.serves(query, SHARED, 1, missing=True)
-    assert not cpu.serves(query, SHARED, 4, missing=True)
+    assert all(cpu.serves(query, SHARED, n, missing) for n in (1, 4, 12) for missing in (False, True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

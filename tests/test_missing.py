@@ -10,7 +10,7 @@ import torch
 
 import ahop_layers as ah
 from ahop_layers.memory import state as state_module
-from ahop_layers.ops import chunked, reference
+from ahop_layers.ops import chunked, cpu, reference
 from tests.new_tensors import peak_memory
 from tests.samples import refuses
 
@@ -211,6 +211,19 @@ def test_operators_serve_graphs_with_missing_values(kernel, blocks, monkeypatch)
     if kernel == "compiled":
         found = (torch.autograd.grad(each.clamp(min=-99).sum(), similarity.w) for each in (scores, expected))
         torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 6])
+def test_complete_values_take_the_kernel_for_complete_values(blocks, monkeypatch):
+    query, key, weight = random(3, 6), random(4, 6, seed=2), random(2, blocks).requires_grad_()
+    expected = ah.adaptive_similarity(query, key, weight)
+    (grad,) = torch.autograd.grad(expected.sum(), weight)
+    if cpu.unavailable() is None:
+        monkeypatch.setattr(chunked, "score", lambda *_: pytest.fail("took the path for missing values"))
+        monkeypatch.setattr(chunked, "score_backward", lambda *_: pytest.fail("took the path for missing values"))
+    scores = ah.adaptive_similarity(query, key, weight, missing=True)
+    torch.testing.assert_close(scores, expected)
+    torch.testing.assert_close(torch.autograd.grad(scores.sum(), weight)[0], grad)
 
 
 def check(memory, query, scores):

@@ -87,10 +87,8 @@ def detail() -> str:
 
 
 def serves(query: Tensor, bases: Sequence[str], blocks: int, missing: bool = False) -> bool:
-    """Returns whether this kernel supports the call; values can be missing only in blocks of one or all dimensions."""
+    """Returns whether this kernel supports the call, whether or not values can be ``missing``."""
     d = query.shape[-1]
-    if missing and blocks not in (1, d):
-        return False
     fits = d <= MAX_DIMENSIONS and blocks <= MAX_BLOCKS
     supported = query.device.type == "cpu" and query.dtype in DTYPE_CODES
     return fits and supported and all(base in BASE_CODES for base in bases)
@@ -110,8 +108,12 @@ def score(
 
     With ``softmax``, for at most as many queries as keys, the result is the softmax of the scores.
     """
+    several = weight.shape[-1] not in (1, query.shape[-1])  # blocks, where the library knows no missing values
+    if missing and several and has_nan(query, key):
+        return chunked.score(query, key, weight, bases, dtype, widths, missing)
     scores = query.new_empty(*query.shape[:-1], key.shape[-2], dtype=accumulation_dtype(query.dtype))
     weight = fold(weight, scores.dtype)
+    missing = missing and not several
     _run("ahop_forward", (query, key, weight, scores), bases, (), widths, missing, scores if softmax else None)
     return scores.to(dtype or scores.dtype)
 
