@@ -147,3 +147,12 @@ def test_errors(call, message):
     memory = AssociativeMemory(patterns, "adaptive", labels=[0, 1, 2, 0, 1, 2])
     refuses(message, call, memory, patterns)
     assert len(memory.patterns) == len(memory.labels) == 6
+
+
+@pytest.mark.parametrize("kind", [np.uint64, list, torch.uint64])
+def test_labels_beyond_int64_are_refused_with_their_value(kind):
+    labels = np.array([1, 2**63 + 5, 3], dtype=np.uint64)
+    given = labels.tolist() if kind is list else labels if kind is np.uint64 else torch.from_numpy(labels)
+    refuses(f"labels must be in the range of int64, .* got {2**63 + 5}", AssociativeMemory, torch.eye(3), labels=given)
+    labels[1] = 2**63 - 1
+    assert AssociativeMemory(torch.eye(3), labels=torch.from_numpy(labels)).classes[-1] == 2**63 - 1

@@ -379,3 +379,25 @@ def fit(p, data, **keywords):
 ])  # fmt: skip
 def test_errors(make, message):
     refuses(message, make, torch.rand(6, 4))
+
+
+@pytest.mark.parametrize("as_data", [np.ndarray.tolist, torch.from_numpy, np.asarray, np.ma.masked_array, np.uint64])
+def test_integers_beyond_float32_are_told_apart(as_data):
+    """Time stamps in seconds, for example."""
+    rows = np.array([[1_700_000_000 + second, 5] for second in range(6)])
+    data = as_data(rows)
+    memory = AssociativeMemory(data)
+    assert memory.patterns.dtype == torch.float64
+    assert list(memory.recall(data)) == list(range(6))
+    assert AssociativeMemory(rows % 1000).patterns.dtype == torch.float32
+    narrow = AssociativeMemory(torch.eye(2))
+    assert narrow.scores(data[:3]).dtype == (np.float32 if isinstance(data, np.ndarray) else torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_unsigned_integers(dtype):
+    rows = torch.arange(12).reshape(4, 3)
+    memory = AssociativeMemory(rows.to(dtype), labels=torch.arange(4).to(dtype))
+    assert torch.equal(memory.recall(rows.to(dtype)), torch.arange(4))
+    assert torch.equal(memory.labels, torch.arange(4))
+    assert memory.explain(rows.to(dtype), torch.arange(4).to(dtype)).shape == (4, 3)

@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 Array = TypeVar("Array", Tensor, "NDArray[Any]")
 """A tensor or a NumPy array: methods return the kind of array that they are called with."""
 
+LARGEST_EXACT = 2**24  # float32 holds all integers up to this one
 RANKED_SCORES = 2**22  # number of scores that are ranked at once: each ranking has a fixed cost
 
 
 def as_tensor(name: str, x: Any, device: torch.device | None = None, columns: Sequence[str] | None = None) -> Tensor:
     """Returns a tensor, an array, a data frame or a list of numbers as a tensor of floating-point numbers or uint8.
 
-    All but tensors are moved to ``device``. Integers become floating-point numbers, except uint8. The columns of a data
-    frame are arranged as ``columns``, if these are given, and must have their names.
+    All but tensors are moved to ``device``. Integers become floating-point numbers, except uint8: float64 if one of
+    them is beyond 2**24, where float32 is not exact. The columns of a data frame are arranged as ``columns``, if these
+    are given, and must have their names.
     """
     order = _column_order(name, x, columns)
     given = from_numpy(x, device)
@@ -42,7 +44,17 @@ def as_tensor(name: str, x: Any, device: torch.device | None = None, columns: Se
     if given.is_floating_point():
         check_floating(**{name: given})
         return given
-    return given if given.dtype == torch.uint8 else given.to(torch.get_default_dtype())
+    return given if given.dtype == torch.uint8 else _as_floats(given)
+
+
+def _as_floats(x: Tensor) -> Tensor:
+    """Returns integers or bools in the default dtype, or in float64 if a value is beyond what float32 holds exactly."""
+    unread = torch.compiler.is_compiling() or x.is_meta or x.device.type == "mps"  # which has no float64
+    if x.dtype != torch.bool and torch.iinfo(x.dtype).max > LARGEST_EXACT and not unread:
+        exact = x.double()
+        if bool((exact.abs() > LARGEST_EXACT).any()):
+            return exact
+    return x.to(torch.get_default_dtype())
 
 
 def check_values(name: str, x: Tensor) -> None:
@@ -66,9 +78,10 @@ def as_indices(index: Any, count: int, device: torch.device, shape: tuple[int, .
         raise AHopError(f"{rule}, got {type(index).__name__}") from None
     if not is_integer(place):
         raise AHopError(f"{rule}, got {place.dtype}")
-    if not bool(((place >= 0) & (place < count)).all()):
-        raise AHopError(f"{rule}, got {place.dtype} from {int(place.min())} to {int(place.max())}")
-    return place.long()
+    indices = place.long()  # of unsigned dtypes, PyTorch compares only uint8
+    if not bool(((indices >= 0) & (indices < count)).all()):
+        raise AHopError(f"{rule}, got {place.dtype} from {int(indices.min())} to {int(indices.max())}")
+    return indices
 
 
 def from_numpy(x: Any, device: torch.device | None = None) -> Any:
@@ -86,7 +99,7 @@ def from_numpy(x: Any, device: torch.device | None = None) -> Any:
         return x
     if numpy.ma.is_masked(x):
         values, mask = (from_numpy(each, device) for each in (x.data, numpy.ma.getmaskarray(x)))
-        return (values if values.is_floating_point() else values.to(torch.get_default_dtype())).masked_fill(mask, nan)
+        return (values if values.is_floating_point() else _as_floats(values)).masked_fill(mask, nan)
     if x.dtype.kind == "f" and x.dtype.itemsize > 8:
         x = x.astype(numpy.float64)
     # Copies arrays that are read-only or have negative strides or another byte order, which PyTorch does not support.
@@ -184,7 +197,9 @@ def as_labels(
         try:
             given = torch.as_tensor(listed)
         except (RuntimeError, TypeError, ValueError):
-            raise AHopError(f"{name} must be integers or strings (N,), {rule}, got others") from None
+            wide = next((each for each in listed if isinstance(each, int) and each.bit_length() > 63), None)
+            expected = "integers or strings (N,)" if wide is None else "in the range of int64"
+            raise AHopError(f"{name} must be {expected}, {rule}, got {wide or 'others'}") from None
     check_values(name, given)
     if not is_integer(given):
         raise AHopError(f"{name} must be integers or strings (N,), {rule}, got {given.dtype}")
@@ -192,7 +207,10 @@ def as_labels(
         raise AHopError(f"{name} must be (N,) = ({count},), {rule}, got {describe(given)}")
     if names and not words:
         raise AHopError(f"{name} must be strings, as those stored, got integers")
-    return given.detach().to(device or given.device, torch.int64, copy=True), names or None
+    stored = given.detach().to(device or given.device, torch.int64, copy=True)
+    if given.dtype == torch.uint64 and bool((stored < 0).any()):
+        raise AHopError(f"{name} must be in the range of int64, {rule}, got {int(stored[stored < 0][0]) + 2**64}")
+    return stored, names or None
 
 
 def as_ids(ids: Any, count: int | None = None) -> Ids:
