@@ -13,7 +13,7 @@ import torch
 import ahop_layers as ah
 from ahop_layers.memory.learn.members import FAMILY
 from ahop_layers.memory.variants import Missing, Noisy, Replaced
-from ahop_layers.similarity.widths import NEARLY, octaves
+from ahop_layers.similarity.widths import NEARLY, differences, octaves, units
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_fit")]
 
@@ -69,6 +69,17 @@ def test_widths_that_are_nearly_an_octave_apart_share_an_exponential(seed):
     for width, moved in zip(widths, found, strict=True):
         assert abs(moved / width - 1) < NEARLY
         assert moved == width or any(math.log2(wider / moved).is_integer() for wider in found if wider > moved)
+
+
+@pytest.mark.parametrize("scale", [1e-37, 1e-39])
+def test_tiny_differences_beside_a_large_one(scale):
+    """The inverse of the smallest quantiles of these differences is infinite in float32."""
+    patterns = scale * random(50, 8)
+    patterns[3, 2] = 1.0
+    memory = ah.AssociativeMemory(patterns)
+    assert memory.scores(patterns).isfinite().all()
+    assert torch.equal(memory.recall(patterns), torch.arange(50))
+    assert (units(differences(patterns)) >= 1e-36).all()
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])

@@ -449,6 +449,16 @@ def test_known_values_are_scored_as_without_missing_ones():
     assert torch.equal(cpu.score(*case, SHARED, missing=True), cpu.score(*case, SHARED))
 
 
+@pytest.mark.parametrize("n", [1, 3, 12])
+@pytest.mark.parametrize("weights", [(1e30, 1e-30), (1e-30, 1e30), (1e-30, -1e30)])
+def test_widths_an_octave_apart_with_weights_of_any_ratio(weights, n):
+    query, key, _ = inputs(1, 1, 3, 40, 12, ("near", "near"))
+    weight, widths = torch.zeros(1, 2, n), torch.tensor([0.5, 1.0])
+    weight[0, :, -1] = torch.tensor(weights)
+    arguments = query, key, weight, ("near", "near"), None, widths
+    torch.testing.assert_close(cpu.score(*arguments), chunked.score(*arguments))
+
+
 def test_gradients_of_near():
     tensors = *inputs(2, 2, 3, 9, 12, SHARED, blocks=4), SHARED, EVERY, torch.tensor(WIDTHS)
     grad = torch.randn(2, 2, 3, 9)

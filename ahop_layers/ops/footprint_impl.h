@@ -283,12 +283,15 @@ static void FN(merge_widths)(const call_t *call, const FN(buffers) *at, int64_t 
             const int octave = FN(octave)(call, at, ranks, b, widest);
             if (!octave || at->widths[b].merged || (octave <= to->octaves && to->source[octave] >= 0))
                 continue;
+            const T share = at->weights[b * at->blocks] / at->weights[widest * at->blocks];
+            if (ranks == 1 && !(share < 1 / SMALL_T && -share < 1 / SMALL_T)) /* sums of shares would overflow */
+                continue;
             while (to->octaves < octave) {
                 to->share[++to->octaves] = 0;
                 to->source[to->octaves] = -1;
             }
             to->source[octave] = (int32_t)b;
-            to->share[octave] += at->weights[b * at->blocks] / at->weights[widest * at->blocks];
+            to->share[octave] += share;
             at->widths[b].merged = 1;
         }
     }

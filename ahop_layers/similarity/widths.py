@@ -31,7 +31,7 @@ def quantiles(values: Tensor, shares: Sequence[float]) -> list[float]:
     """Returns quantiles of the ``values`` larger than 0, or 1 for each if there are none.
 
     They are interpolated linearly between distinct values, from 0 on: of discrete data, small quantiles are below the
-    smallest difference.
+    smallest difference. None is so small that the largest value overflows in units of it.
     """
     distinct, counts = torch.unique(values[values > 0], return_counts=True)  # NaN is not larger
     if not len(distinct):
@@ -40,7 +40,7 @@ def quantiles(values: Tensor, shares: Sequence[float]) -> list[float]:
     place = torch.searchsorted(reached, reached.new_tensor(shares)).clamp(max=len(distinct) - 1)
     low, start = (torch.cat([each.new_zeros(1), each])[place].double() for each in (distinct, reached))
     rest = (reached.new_tensor(shares) - start) / (reached[place] - start)
-    return (low + (distinct[place].double() - low) * rest).tolist()
+    return (low + (distinct[place].double() - low) * rest).clamp(min=_least(distinct[-1])).tolist()
 
 
 def octaves(widths: Sequence[float]) -> list[float]:
@@ -59,16 +59,23 @@ def octaves(widths: Sequence[float]) -> list[float]:
     return [found[width] for width in widths]
 
 
+def _least(largest: Tensor) -> float:
+    """Returns the least width or unit of differences up to the largest one."""
+    return 100 * torch.finfo(largest.dtype).tiny * max(1.0, largest.item())
+
+
 @torch.no_grad()
 def units(values: Tensor) -> Tensor:
     """Returns the unit of each dimension of ``values (pairs, d)``, absolute differences: their median ``(d,)``.
 
-    Where more than half of the differences are 0 it is their mean. A constant dimension has the median unit.
+    Where more than half of the differences are 0 it is their mean. A constant dimension has the median unit. No unit is
+    so small that the largest difference overflows in units of it.
     """
     median, mean = values.nanmedian(0).values, values.nanmean(0)
     scale = torch.where(median > 0, median, mean)
     varies = scale > 0
-    return torch.where(varies, scale, scale[varies].median() if varies.any() else 1.0)
+    scale = torch.where(varies, scale, scale[varies].median() if varies.any() else 1.0)
+    return scale.clamp(min=_least(values.nan_to_num(0.0).max()))
 
 
 def beyond(low: Tensor, high: Tensor, reach: Tensor | float) -> tuple[Tensor, Tensor]:
