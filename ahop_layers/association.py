@@ -109,6 +109,22 @@ def _read_mask(name: str, mask: object, *layouts: tuple[str, tuple[int, ...], tu
     return mask.reshape(wide)
 
 
+def hide(padding: object, key: Tensor, value: Tensor, batch_axis: int = 0) -> tuple[Tensor, Tensor]:
+    """Sets the rows of ``key (N, S, E)`` and ``value (N, S, E)`` that a padding mask ``(N, S)`` excludes to 0.
+
+    Their weight is 0, but 0 times NaN is NaN, in the readout and in gradients. With ``batch_axis=1``, patterns are
+    ``(S, N, E)``.
+    """
+    if not isinstance(padding, Tensor) or padding.ndim != 2:
+        return key, value
+    rows = padding.isneginf() if padding.is_floating_point() else padding.bool()
+    rows = rows.transpose(0, batch_axis)
+    if rows.shape != key.shape[:2] or rows.shape != value.shape[:2]:
+        return key, value  # of samples with different masks, or a mask that is refused later
+    hidden = key.masked_fill(rows.unsqueeze(-1), 0.0)
+    return hidden, hidden if value is key else value.masked_fill(rows.unsqueeze(-1), 0.0)
+
+
 def change(weights: Tensor, before: Tensor) -> Tensor:
     """Computes the norm of the difference of two sets of weights: ``(N, H, L, S) -> (N, H)``."""
     return (weights - before).square().sum((-2, -1)).sqrt()

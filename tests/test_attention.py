@@ -202,3 +202,15 @@ def test_bad_inputs():
         ((x, x, x), {"key_padding_mask": torch.zeros(S, N)}, r"key_padding_mask must be \(N, S\) = \(3, 7\)"),
     ):
         refuses(message, ours, *inputs, **masks)
+
+
+@pytest.mark.parametrize("need", [False, True])
+@pytest.mark.parametrize("itself", [False, True])
+def test_nan_in_a_key_that_padding_hides_does_not_count(itself, need):
+    ours, results = ah.AdaptiveAttention(E, H, batch_first=True), []
+    query, x, padding = torch.randn(N, L, E), torch.randn(N, S, E), torch.arange(S).expand(N, S) > 4
+    for key in (x, x.masked_fill(padding.unsqueeze(-1), torch.nan)):
+        output, _ = ours(key if itself else query, key, key, padding, need_weights=need)
+        results.append([output[:, :5]])  # the others are queries with NaN if keys attend to keys
+        results[-1] += [] if itself else torch.autograd.grad(output.cos().sum(), ours.parameters())
+    torch.testing.assert_close(*results)

@@ -339,3 +339,33 @@ def test_ddp_finds_no_unused_parameter(tmp_path):
         train()  # a wrapped model that outlives its group can wait forever for the thread of gloo
     finally:
         torch.distributed.destroy_process_group()
+
+
+HIDING = {
+    "pooling": (hopfield.HopfieldPooling, {}),
+    "pooling with steps": (hopfield.HopfieldPooling, {"update_steps_max": 2, "batch_first": False}),
+    "adaptive pooling": (AdaptiveHopfieldPooling, {"num_heads": 2, "blocks": 2}),
+    "adaptive pooling with sparsemax": (AdaptiveHopfieldPooling, {"separation": "sparsemax"}),
+    "hopfield": (hopfield.Hopfield, {}),
+    "adaptive hopfield": (AdaptiveHopfield, {"num_heads": 2}),
+}
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["bool", "float"])
+@pytest.mark.parametrize("name", HIDING)
+def test_nan_in_a_hidden_instance_does_not_count(name, added):
+    """In the readout, and in the gradients of everything; a state pattern with NaN has its own readout."""
+    make, options = HIDING[name]
+    layer = trained(make(8, **options))
+    x, ignored = torch.randn(3, 5, 8), torch.arange(5) >= torch.tensor([[3], [4], [5]])
+    bag, state = x.masked_fill(ignored.unsqueeze(-1), torch.nan), x[:, :2]
+    if not layer.batch_first:
+        bag, x = bag.transpose(0, 1), x.transpose(0, 1)
+    mask, results = torch.zeros(3, 5).masked_fill(ignored, -torch.inf) if added else ignored, []
+    for data in (x, bag):
+        data = data.clone().requires_grad_()
+        output = layer(data if "pooling" in name else (data, state, data), mask)
+        leaves = [data, *(each for each in layer.parameters() if each.requires_grad)]
+        results.append((output, *torch.autograd.grad(output.cos().sum(), leaves, allow_unused=True)))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)

@@ -8,7 +8,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ahop_layers.association import Mask, Padded, associate, combine_masks
+from ahop_layers.association import Mask, Padded, associate, combine_masks, hide
 from ahop_layers.errors import AHopError, check_floating, check_numbers, check_sizes, describe
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import Init
@@ -164,7 +164,7 @@ class AdaptiveAttention(Adaptive, nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         self._check_shapes(query, key, value)
-        q, k, v = self._project(query, key, value)
+        q, k, v = self._project(query, *hide(key_padding_mask, key, value))
         shape = (q.shape[0], self.num_heads, q.shape[2], k.shape[2])
         mask = combine_masks(key_padding_mask, attn_mask, shape, ("key_padding_mask", "attn_mask"))
         if is_causal and attn_mask is None:

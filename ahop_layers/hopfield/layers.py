@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ahop_layers.association import hide
 from ahop_layers.errors import (
     AHopError,
     check_dtype,
@@ -230,6 +231,8 @@ class Hopfield(HopfieldInterface):
             got = ", ".join(describe(pattern) for pattern in patterns)
             raise AHopError(f"patterns must be (N, S, ...), (N, L, ...), (N, S, ...) with one N and one S, got {got}")
         stored, state, projection = patterns
+        if not return_projected_patterns:  # which are those of all rows
+            stored, projection = hide(stored_pattern_padding_mask, stored, projection, batch_axis)
         normal = (self.normalize(pattern, part) for part, pattern in enumerate((state, stored, projection)))
         return self._call_core(
             *self._maybe_transpose(*normal),
