@@ -86,7 +86,7 @@ class _Neighbors(base.BaseEstimator):  # type: ignore[misc]
         default = AdaptiveSimilarity(rows.shape[1], bases=("l1",), init="l1").to(self.device)
         similarity = default if self.similarity is None else deepcopy(self.similarity)
         memory = AssociativeMemory(self._scaled(rows).to(self.device), similarity, labels=labels)
-        if self.shortlist == "auto":
+        if self.shortlist == "auto" and memory.patterns.device.type == "cpu":  # on a GPU, searches are exact
             memory.build_codes()
         memory.fit(self.damage, seed=utils.check_random_state(self.random_state).randint(2**31))
         on_cpu = memory.patterns.device.type == "cpu"

@@ -43,6 +43,7 @@ from tests.test_serve import REFUSED, service
 
 BASES = (("dis", "dot"), ("dot",), ("dis",), ("l1",), ("dot", "l1"), ("l1", "dis", "dot"))
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FIT, RELOAD = -1, -2  # changes of a whole memory, in the place of an id
 MEMORY_GROWTH = 0.005  # from a quarter of the run to the next one
 M_ARENA_MAX = -8  # of malloc.h
 READ: list[int] = []  # numbers of tensors that were read from files
@@ -202,7 +203,8 @@ def memory_search(draw: Draw) -> None:
 def found_in(memory: ah.AssociativeMemory, query: Tensor) -> list[Any]:
     """What a memory with ids and labels finds, each from one call and thus of one state."""
     hits = memory.search(query, 2)
-    return [hits.ids, hits.labels.tolist(), hits[0], memory.classify(query).tolist(), memory.retrieve(query)]
+    found = [hits.ids, hits.labels.tolist(), hits[0], memory.classify(query).tolist(), memory.retrieve(query)]
+    return [*found, hits.confidence]
 
 
 def saved_and_loaded(memory: ah.AssociativeMemory, query: Tensor) -> list[Any]:
@@ -215,7 +217,10 @@ def saved_and_loaded(memory: ah.AssociativeMemory, query: Tensor) -> list[Any]:
 
 
 class Replay:
-    """A memory with ids, queries, nine changes, and what is found before and after each of them in a serial replay."""
+    """A memory with ids, queries, changes, and what is found before and after each of them in a serial replay.
+
+    Patterns are added, replaced and removed; a memory with labels is also fitted twice, and loads a state dict.
+    """
 
     def __init__(self, draw: Draw, shape: tuple[int, ...], find: Callable[..., list[Any]], labeled: bool) -> None:
         count = draw.integer(8, 30)
@@ -230,6 +235,10 @@ class Replay:
         for row, kind in zip(rows[count:], 3 * ("add", "replace", "remove"), strict=True):
             stored = draw.integer(0, count - 1) if kind == "replace" else 1000 + len(self.changes) // 3
             self.changes.append((None if kind == "remove" else row[None], stored))
+        if labeled:
+            self.changes[3:3], self.changes[8:8] = [(None, FIT)], [(None, RELOAD), (None, FIT)]
+        other = torch.rand(count, *shape, generator=draw.generator)
+        self.other = ah.AssociativeMemory(other, labels=labels, ids=range(count)).state_dict()
         replayed = copy.deepcopy(self.memory)
         self.states = [find(replayed, self.query)]
         for change in self.changes:
@@ -239,7 +248,13 @@ class Replay:
 
     def change(self, memory: ah.AssociativeMemory, pattern: Tensor | None, stored: int) -> None:
         """Makes one of the changes."""
-        if pattern is None:
+        if stored == FIT:
+            memory.fit(
+                (torch.arange(8), self.query[:1].repeat(8, *[1] * (self.query.ndim - 1))), "pattern", progress=False
+            )
+        elif stored == RELOAD:
+            memory.load_state_dict(self.other)
+        elif pattern is None:
             memory.remove(ids=[stored])
         else:
             labels = [stored + 2000] if self.labeled else None
@@ -274,7 +289,7 @@ class Replay:
 
 
 def readers_and_a_writer(draw: Draw) -> None:
-    """Threads search, save and load while another one adds, replaces and removes, against a serial replay."""
+    """Threads search, save and load while another one changes, fits and reloads, against a serial replay."""
     replay = Replay(draw, (12,) if draw.integer(0, 3) else (6, 6), found_in, labeled=True)
     memory, query = replay.memory, replay.query
     finds = [lambda: found_in(memory, query)] * 3

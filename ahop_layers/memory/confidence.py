@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ahop_layers.memory.arrays import as_given, class_logsumexp
-from ahop_layers.memory.fitted import FOREIGN, Calibration
 from ahop_layers.memory.learn.candidates import CANDIDATES, some_patterns
 from ahop_layers.memory.learn.questions import Pairs
 from ahop_layers.memory.learn.regression import minimize
-from ahop_layers.memory.state import Queries, State
+from ahop_layers.memory.state import FOREIGN, Calibration, Queries, State
 from ahop_layers.memory.storage import nested
 from ahop_layers.memory.variants import Variant
 from ahop_layers.ops.reference import accumulation_dtype

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from ahop_layers.errors import AHopError, check_same_device, describe
 from ahop_layers.memory.arrays import as_indices, as_labels, as_tensor, from_numpy
 from ahop_layers.memory.confidence import calibrate
-from ahop_layers.memory.fitted import Fitted
 from ahop_layers.memory.learn import questions
 from ahop_layers.memory.learn.auto import AutoSimilarity
 from ahop_layers.memory.learn.candidates import some_patterns
 from ahop_layers.memory.learn.questions import Pairs
 from ahop_layers.memory.learn.solve import FitReport, learn
 from ahop_layers.memory.repair import learn_repair
-from ahop_layers.memory.state import State, measure_shortlist
+from ahop_layers.memory.state import Fitted, State, measure_shortlist
 from ahop_layers.memory.storage import Stored, read_values
 from ahop_layers.memory.variants import Variant, as_damage
 from ahop_layers.ops.reference import accumulation_dtype

@@ -12,19 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from ahop_layers import files
-from ahop_layers.association import change, iterate
-from ahop_layers.errors import AHopError, check_callable, check_choice, check_numbers, check_seed, check_sizes, describe
+from ahop_layers.errors import AHopError, check_callable, check_choice, check_numbers, check_seed, check_sizes
 from ahop_layers.memory import storage
-from ahop_layers.memory.arrays import Array, as_given, as_indices, column_names, from_numpy
+from ahop_layers.memory.arrays import Array, as_given, as_indices, column_names
 from ahop_layers.memory.confidence import Hits
 from ahop_layers.memory.fit import fit, progress_line
-from ahop_layers.memory.fitted import Fitted, check_tensors
 from ahop_layers.memory.learn.auto import first_inverse_temperature
 from ahop_layers.memory.learn.solve import FitReport
 from ahop_layers.memory.parts import describe_parts, make_parts, named_similarity, overwrite_
 from ahop_layers.memory.repair import NEIGHBORS, Repaired, repair
 from ahop_layers.memory.shards import Shards
-from ahop_layers.memory.state import CHUNK_SCORES, QUERIES_AT_ONCE, State, are_equal, versions
+from ahop_layers.memory.state import Fitted, State, are_equal, check_tensors, versions
 from ahop_layers.memory.storage import Stored, as_patterns, make_stored
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
@@ -229,7 +227,8 @@ class AssociativeMemory(Associator):
 
         Returns:
             The scores and the indices of the patterns, ``(..., k)`` each, best first. Equal scores are ordered by
-            index. :class:`~ahop_layers.memory.Hits` have their ids, labels and confidence as well.
+            index; scores of equal patterns may differ in the last bit if a single query is asked by ``"dot"`` or
+            ``"dis"``. :class:`~ahop_layers.memory.Hits` have their ids, labels and confidence as well.
 
         >>> scores, indices = AssociativeMemory(torch.eye(4), "dot").search(torch.tensor([0.5, 2.0, 0.0, 1.0]), k=2)
         >>> scores, indices
@@ -253,7 +252,7 @@ class AssociativeMemory(Associator):
         if there are none. :meth:`add` and :meth:`remove` keep them up to date. They follow the score, so a
         :meth:`fit` makes new ones; it then also measures how long a shortlist must be, for ``shortlist="auto"`` and its
         report. They are not saved, because making them again takes seconds for a million patterns. Needs FAISS:
-        ``pip install ahop-layers[search]``. Images have no codes.
+        ``pip install ahop-layers[search]``. Images have no codes, nor have patterns on a GPU, where searches are exact.
 
         >>> memory = AssociativeMemory(torch.randn(100, 8))
         >>> memory.build_codes()
@@ -353,9 +352,7 @@ class AssociativeMemory(Associator):
             place = state.search(asked, 1)[1][:, 0]
         else:
             place = as_indices(index, stored.count, asked.rows.device, tuple(asked.batch)).flatten()
-        pairs = zip(torch.split(asked.rows, QUERIES_AT_ONCE), torch.split(place, QUERIES_AT_ONCE), strict=True)
-        parts = [state.frozen.explain(rows, stored.sample(at).to(rows.dtype)) for rows, at in pairs]
-        return as_given(x, stored.shaped(asked.result(torch.cat(parts))), stored.columns)
+        return as_given(x, stored.shaped(asked.result(state.explain(asked.rows, place))), stored.columns)
 
     # Retrieval.
 
@@ -376,32 +373,9 @@ class AssociativeMemory(Associator):
         stored = state.stored
         check_sizes(steps=steps)
         asked = state.queries(x, "retrieve")
-        size = max(1, CHUNK_SCORES // stored.count)
-        states = torch.cat([self._update(state, chunk, steps) for chunk in torch.split(asked.rows, size)])
-        values = asked.result(states).to(stored.patterns.dtype if stored.patterns.is_floating_point() else stored.dtype)
+        values = asked.result(state.retrieve(asked.rows, int(steps), self.separation))
+        values = values.to(stored.patterns.dtype if stored.patterns.is_floating_point() else stored.dtype)
         return as_given(x, values.reshape(tuple(getattr(x, "shape", values.shape))), stored.columns)
-
-    def _update(self, state: State, rows: Tensor, steps: int) -> Tensor:
-        """Retrieves ``rows (L, d) -> (L, d)`` with ``steps`` updates."""
-        stored = state.stored
-
-        def attend(rows: Tensor) -> Tensor:
-            scores = state.scores(rows.flatten(0, -2)).reshape(*rows.shape[:-1], stored.count)
-            logits = state.beta * scores.to(accumulation_dtype(scores.dtype))  # the product can exceed float16
-            return self.separation(logits, masked=False)
-
-        def read(weights: Tensor) -> Tensor:
-            weights = weights.to(stored.dtype)
-            output = stored.product(weights)
-            if stored.unknown:  # each value is averaged over the patterns that know it
-                known = stored.product(weights, known=True)
-                output = output * torch.where(known != 0, weights.sum(-1, keepdim=True) / known, torch.nan)
-            return output
-
-        def follow(weights: Tensor) -> Tensor:  # a state made of patterns has no bias
-            return state.similarity.biased(read(weights))
-
-        return read(iterate(rows[None, None], attend, follow, change, int(steps) - 1, 0.0))[0, 0]
 
     def repair(self, x: Any, shortlist: int | str | None = None) -> Repaired:
         """Replaces values that are wrong or unknown by what similar patterns have in their place, with gradients.
@@ -497,24 +471,12 @@ class AssociativeMemory(Associator):
         """
         with self._changing:
             state = self._unsharded("add")
-            stored = state.stored
-            rows, shape = as_patterns(patterns, stored.columns)
-            if shape not in (stored.shape, (stored.dim,)):
-                expected = ", ".join(map(str, ("n", *stored.shape)))
-                raise AHopError(f"patterns must be ({expected}), as those stored, got patterns of the shape {shape}")
-            if replace and stored.ids is None:
-                raise AHopError("replace=True needs a memory with ids, got none")
-            for name, given, own in (("labels", labels, stored.labels), ("ids", ids, stored.ids)):
-                if (given is None) != (own is None):
-                    rule = "not be given: the memory has none" if own is None else f"be given: the memory has {name}"
-                    raise AHopError(f"{name} must {rule}, got {'none' if given is None else name}")
-            rows = storage.converted(rows, stored.patterns)
-            added = make_stored(rows, stored.shape, labels, ids, check, stored.names)
+            added = state.stored.others(patterns, labels, ids, check, replace)
             if added.unknown:
                 state.check_missing("patterns")
-            joined, place = stored.joined(added, replace)
+            joined, place = state.stored.joined(added, replace)
             codes = None if state.codes is None else state.codes.added(added.patterns, place, len(joined.patterns))
-            self._change(state, joined, codes, len(rows))
+            self._change(state, joined, codes, len(added.patterns))
             return place
 
     def remove(self, index: Any = None, *, ids: Any = None) -> None:
@@ -527,22 +489,9 @@ class AssociativeMemory(Associator):
         """
         with self._changing:
             state = self._unsharded("remove")
-            stored = state.stored
-            if (index is None) == (ids is None):
-                raise AHopError(f"remove takes an index or ids, got {'neither' if index is None else 'both'}")
-            keep = torch.ones(len(stored.patterns), dtype=torch.bool)
-            index = index if ids is None else stored.places(ids)
-            try:
-                removed = torch.as_tensor(from_numpy(index)).cpu()
-                keep[removed if removed.numel() else []] = False
-            except (IndexError, RuntimeError, TypeError, ValueError):
-                kind = describe(index) if isinstance(index, Tensor) else type(index).__name__
-                raise AHopError(f"index must be indices or a mask of the {len(keep)} patterns, got {kind}") from None
-            if not keep.any():
-                raise AHopError(f"index must leave at least one pattern, got all {len(keep)}")
-            rest, codes = keep.nonzero().flatten().to(stored.patterns.device), state.codes
+            rest, codes = state.stored.without(index, ids), state.codes
             codes = None if codes is None else codes._replace(packed=codes.packed[rest])
-            self._change(state, stored.only(rest), codes, len(keep) - len(rest))
+            self._change(state, state.stored.only(rest), codes, state.stored.count - len(rest))
 
     def _change(self, state: State, stored: Stored, codes: Any, count: int) -> None:
         """Stores other patterns, counts those that changed since the last fit, and warns when another one is due."""

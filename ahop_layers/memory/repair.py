@@ -16,14 +16,14 @@ from torch import Generator, Tensor, nn
 
 from ahop_layers.errors import AHopError
 from ahop_layers.memory.arrays import as_given, as_tensor
-from ahop_layers.memory.fitted import CLOSED, OPEN, WEIGHED, Mixture
 from ahop_layers.memory.learn.auto import REACH
 from ahop_layers.memory.learn.questions import any_damage
-from ahop_layers.memory.state import Queries, State
+from ahop_layers.memory.state import CLOSED, OPEN, WEIGHED, Mixture, Queries, State
 from ahop_layers.memory.storage import Stored
 from ahop_layers.memory.variants import Replaced, Variant, as_damage
 
 NEIGHBORS, IMAGES = 32, 8  # most neighbors of a row, and of an image: the mean of more images is blurred
+SHARPER = 2.0  # factor of the logits of images, whose pixels depend on each other: fewer of them blur less
 EVEN = 0.1  # share of the weight that all neighbors have alike, or one alone would call right values wrong
 TEMPER = 0.5  # power of the likelihood: values of a row depend on each other, and count less than if they did not
 FLOOR = 0.01  # smallest scale of an intact value, relative to the range of its column
@@ -103,7 +103,7 @@ def mix(stored: Stored, rows: Tensor, logits: Tensor, indices: Tensor, mixture: 
 
         return mean, intact * usable, likelihood
 
-    mean, intact, likelihood = solve(logits)
+    mean, intact, likelihood = solve(logits * (SHARPER if len(stored.shape) > 1 else 1.0))
     if mixture.gate == WEIGHED:
         mean, intact, _ = solve(likelihood())
     if mixture.gate == CLOSED:

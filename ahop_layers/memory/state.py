@@ -10,13 +10,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ahop_layers.association import change, iterate
 from ahop_layers.errors import AHopError, check_same_device, describe
 from ahop_layers.memory.arrays import as_tensor, class_logsumexp, top_k
 from ahop_layers.memory.codes import Codes, make_codes
-from ahop_layers.memory.fitted import Fitted
 from ahop_layers.memory.storage import Stored, read_values
 from ahop_layers.ops.operators import assert_in_graph
 from ahop_layers.ops.reference import accumulation_dtype
+from ahop_layers.similarity.adaptive import check_tensor
 from ahop_layers.similarity.protocol import Similarity
 
 QUERIES_AT_ONCE = 256  # number of queries that are scored at once where the scores of a chunk are not kept
@@ -27,10 +28,101 @@ SHORTLIST_RECALL = 0.99  # share of what an exact search finds that a measured s
 SHORTEST_SHORTLIST, LONGEST_SHORTLIST = 2**5, 2**13
 SHORTLIST_COST = 32  # a pattern of a shortlist takes the time of so many in an exact search, because it is gathered
 PREPARED_ELEMENTS = 2**28  # most elements of the patterns that a similarity prepares: 1 GiB in float32
-
+FOREIGN = 1024  # number of confidences of unknown queries that are kept
+CLOSED, OPEN, WEIGHED = 1, 2, 3  # the gate of repair: unknown values only; all values; neighbors are weighed again
+RULES = {
+    "beta": "a positive number",
+    "foreign": "a number between 0 and 1",
+    "fit_counts": "a number of at least 0",
+    "shortlist": "a number of at least 0",
+    **dict.fromkeys(("mixture.spread", "mixture.gate", "mixture.least"), "a number of at least 0"),
+}
 
 Versions = tuple[tuple[Tensor, int], ...]
 """Tensors, and how often each of them was modified in place."""
+
+
+class Calibration(NamedTuple):
+    """How scores become confidences: a factor of the scores, and weights of the log-sum-exp, the log odds and 1."""
+
+    factor: float
+    weights: tuple[float, float, float]
+
+
+class Mixture(NamedTuple):
+    """What repair needs to know.
+
+    Attributes:
+        spread: how far intact values are from their neighbors ``(d,)``.
+        gate: what repair may do, 0 if there were too few patterns to find out.
+        least: share of wrong values from which on a row is repaired, unless a value is wild.
+    """
+
+    spread: Tensor
+    gate: int = 0
+    least: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """What a fit finds.
+
+    Attributes:
+        mixture: what repair needs to know.
+        calibration: how scores become confidences, or None: the patterns were all equal, or of one class.
+        foreign: quantiles of the confidences of unknown queries ``(FOREIGN,)``.
+        shortlist: the length of ``shortlist="auto"``, or 0: it was not measured.
+        count, changes: number of patterns at the fit, 0 before any, and of those added or removed since.
+    """
+
+    mixture: Mixture
+    calibration: Calibration | None
+    foreign: Tensor
+    shortlist: int = 0
+    count: int = 0
+    changes: int = 0
+
+    @classmethod
+    def none(cls, dim: int, dtype: torch.dtype, device: torch.device) -> "Fitted":
+        """Returns what is known before a fit."""
+        spread = torch.zeros(dim, dtype=dtype, device=device)
+        return cls(Mixture(spread), None, torch.zeros(FOREIGN, device=device))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors of a state dict."""
+        factor, weights = self.calibration or (0.0, (0.0, 0.0, 0.0))
+        spread, gate, least = self.mixture
+        device = spread.device
+        return {
+            "calibration": torch.tensor([factor, *weights], dtype=torch.float64, device=device),
+            "foreign": self.foreign,
+            "fit_counts": torch.tensor([self.count, self.changes], device=device),
+            "shortlist": torch.tensor(self.shortlist, device=device),
+            "mixture.spread": spread,
+            "mixture.gate": torch.tensor(gate, device=device),
+            "mixture.least": torch.tensor(least, dtype=spread.dtype, device=device),
+        }
+
+    @classmethod
+    def loaded(cls, tensors: Mapping[str, Tensor]) -> "Fitted":
+        """Returns what :meth:`tensors` describes."""
+        factor, first, second, third = tensors["calibration"].tolist()
+        spread, gate, least = (tensors[f"mixture.{name}"] for name in Mixture._fields)
+        calibration = Calibration(factor, (first, second, third)) if factor else None
+        mixture = Mixture(spread, int(gate), least.item())
+        return cls(mixture, calibration, tensors["foreign"], int(tensors["shortlist"]), *tensors["fit_counts"].tolist())
+
+
+def check_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Returns the tensors ``given`` as those of ``own`` with the same names, or raises."""
+    for name, tensor in given.items():
+        check_tensor(prefix + name, tensor, own[name], RULES.get(name))
+        if tensor.shape != own[name].shape:
+            raise AHopError(f"{prefix}{name} must have the shape {tuple(own[name].shape)}, got {tuple(tensor.shape)}")
+    if "calibration" in given and given["calibration"][0] < 0:
+        got = given["calibration"].tolist()
+        raise AHopError(f"{prefix}calibration must have a factor of at least 0, got {got}")
+    return {name: tensor.detach().to(own[name], copy=True) for name, tensor in given.items()}
 
 
 class Shortlist(NamedTuple):
@@ -238,6 +330,35 @@ class State:
             return self._compare(similarity.biased(query), key, stored.unknown, ())
 
         return replace(self, codes=make_codes(stored, score, bits))
+
+    def explain(self, rows: Tensor, index: Tensor) -> Tensor:
+        """Returns what each value of ``rows (L, d)`` adds to the scores of the patterns ``index (L,)``: ``(L, d)``."""
+        pairs = zip(torch.split(rows, QUERIES_AT_ONCE), torch.split(index, QUERIES_AT_ONCE), strict=True)
+        return torch.cat([self.frozen.explain(some, self.stored.sample(at).to(some.dtype)) for some, at in pairs])
+
+    def retrieve(self, rows: Tensor, steps: int, separation: Callable[..., Tensor]) -> Tensor:
+        """Retrieves ``rows (L, d) -> (L, d)`` with ``steps`` updates."""
+        stored = self.stored
+
+        def attend(rows: Tensor) -> Tensor:
+            scores = self.scores(rows.flatten(0, -2)).reshape(*rows.shape[:-1], stored.count)
+            logits = self.beta * scores.to(accumulation_dtype(scores.dtype))  # the product can exceed float16
+            return separation(logits, masked=False)
+
+        def read(weights: Tensor) -> Tensor:
+            weights = weights.to(stored.dtype)
+            output = stored.product(weights)
+            if stored.unknown:  # each value is averaged over the patterns that know it
+                known = stored.product(weights, known=True)
+                output = output * torch.where(known != 0, weights.sum(-1, keepdim=True) / known, torch.nan)
+            return output
+
+        def follow(weights: Tensor) -> Tensor:  # a state made of patterns has no bias
+            return self.similarity.biased(read(weights))
+
+        size = max(1, CHUNK_SCORES // stored.count)
+        chunks = (chunk[None, None] for chunk in torch.split(rows, size))
+        return torch.cat([read(iterate(chunk, attend, follow, change, steps - 1, 0.0))[0, 0] for chunk in chunks])
 
     def logsumexp(self, asked: Queries, factor: float | Tensor, by_class: bool) -> Tensor:
         """Returns the log-sum-exp of ``factor`` times the scores: of each class ``(L, C)``, or of all ``(L, 1)``.

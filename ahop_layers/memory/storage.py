@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ahop_layers.errors import AHopError, describe
-from ahop_layers.memory.arrays import Classes, Ids, as_ids, as_labels, as_tensor, check_values
+from ahop_layers.memory.arrays import Classes, Ids, as_ids, as_labels, as_tensor, check_values, from_numpy
 from ahop_layers.memory.shards import Shards
 from ahop_layers.memory.variants import known_range
 from ahop_layers.ops.reference import accumulation_dtype
@@ -158,6 +158,36 @@ class Stored:
         patterns = self.patterns[index]
         unknown = self.unknown and bool(patterns.isnan().any())
         return replace(self, patterns=patterns, labels=labels, classes=None, ids=ids, unknown=unknown)
+
+    def others(self, patterns: Any, labels: Any, ids: Any, check: bool, replaces: bool) -> "Stored":
+        """Returns more patterns, with what belongs to them, as those of this value; or raises."""
+        rows, shape = as_patterns(patterns, self.columns)
+        if shape not in (self.shape, (self.dim,)):
+            expected = ", ".join(map(str, ("n", *self.shape)))
+            raise AHopError(f"patterns must be ({expected}), as those stored, got patterns of the shape {shape}")
+        if replaces and self.ids is None:
+            raise AHopError("replace=True needs a memory with ids, got none")
+        for name, given, own in (("labels", labels, self.labels), ("ids", ids, self.ids)):
+            if (given is None) != (own is None):
+                rule = "not be given: the memory has none" if own is None else f"be given: the memory has {name}"
+                raise AHopError(f"{name} must {rule}, got {'none' if given is None else name}")
+        return make_stored(converted(rows, self.patterns), self.shape, labels, ids, check, self.names)
+
+    def without(self, index: Any, ids: Any) -> Tensor:
+        """Returns the indices of the patterns that are left without those of an index, a mask or ids; or raises."""
+        if (index is None) == (ids is None):
+            raise AHopError(f"remove takes an index or ids, got {'neither' if index is None else 'both'}")
+        keep = torch.ones(len(self.patterns), dtype=torch.bool)
+        index = index if ids is None else self.places(ids)
+        try:
+            removed = torch.as_tensor(from_numpy(index)).cpu()
+            keep[removed if removed.numel() else []] = False
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            kind = describe(index) if isinstance(index, Tensor) else type(index).__name__
+            raise AHopError(f"index must be indices or a mask of the {len(keep)} patterns, got {kind}") from None
+        if not keep.any():
+            raise AHopError(f"index must leave at least one pattern, got all {len(keep)}")
+        return keep.nonzero().flatten().to(self.patterns.device)
 
     def joined(self, added: "Stored", replaces: bool) -> tuple["Stored", Tensor]:
         """Returns these patterns and those ``added``, and the indices of the latter ``(n,)``.
