@@ -51,8 +51,8 @@ $(DOCS): pyproject.toml constraints.txt Makefile
 	$(PIP) --group docs
 	touch $@
 
-# Installs the package with extras $(1), and $(2). The kernel is compiled while pip installs everything else, which takes
-# as long; setup.py then finds it built.
+# Installs the package with extras $(1), and $(2). The kernel is compiled while pip installs everything else; setup.py then
+# finds it built.
 define install
 $(PIP) "pip>=25.1" "setuptools>=77"
 $(BIN)/python -c "import tomllib; \

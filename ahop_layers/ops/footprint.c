@@ -17,7 +17,8 @@
  * A dimension that is unknown, NaN in the query or in the key, enters as infinity, so it is sorted behind the m known
  * ones of its lane. Lanes differ in m, and each weighs its column with the row of m in a table of stretched weights.
  *
- * footprint_impl.h holds the code of one instruction set and element type; this file includes it for each of them. */
+ * footprint_impl.h holds the code of one instruction set and element type. setup.py compiles this file once for each of
+ * these parts, with its number as PART, and once without PART, for what the parts share. */
 #define _GNU_SOURCE /* RTLD_DEFAULT */
 #include <dlfcn.h>
 #include <fenv.h>
@@ -37,7 +38,7 @@
 enum { ABI_VERSION = 7 }; /* also in cpu.py; increase both with every change of the interface */
 enum { FAILED = -1, DONE };
 enum { DIS, DOT, L1, NEAR };
-enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
+enum { FLOAT32, FLOAT64, FLOAT16, BFLOAT16 }; /* the parts in double serve FLOAT64, those in float the others */
 enum { NEED_QUERY = 1, NEED_KEY = 2, NEED_WEIGHT = 4 };
 enum { END, SORT2, SORT4, SORT8, SORT16, SORT32, MERGE32, CHAIN1, CHAIN2, CHAIN3, CHAIN4 };
 enum { ABREAST = 4, FEW = 8, MAX_VECTORS = 20, MAX_WIDE = 32, QUERY_CHUNK = 64 };
@@ -55,8 +56,6 @@ enum { TASK_WORK = 1 << 24 }; /* approximate limit of similarities per task, so 
 typedef struct {
     int32_t code, start, advance, groups, step, end;
 } step_t;
-
-static const step_t NOTHING[] = {{END, 0, 0, 0, 0, 0}}; /* sorts a single row */
 
 /* Mirrored field by field in cpu.py. Strides count elements; `scores` is the output or the incoming gradient. */
 typedef struct {
@@ -95,61 +94,15 @@ struct plan {
     atomic_llong next, started; /* next task; number of threads that have started */
 };
 
-static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static void work(void *argument)
-{
-    plan_t *plan = argument;
-    char *scratch = (char *)plan->scratch + atomic_fetch_add(&plan->started, 1) * plan->scratch_bytes;
-    fenv_t environment;
-    fegetenv(&environment);
-    fesetenv(FE_DFL_ENV); /* if denormals were flushed to zero, tagged words would compare as equal */
-    for (int64_t task; (task = atomic_fetch_add(&plan->next, 1)) < plan->tasks;)
-        plan->body(plan, task, scratch);
-    fesetenv(&environment);
-}
-
-static void *start(void *plan)
-{
-    work(plan);
-    return NULL;
-}
-
-static pid_t home;
-static __attribute__((constructor)) void remember_process(void) { home = getpid(); }
-
-/* Run all tasks on the threads of PyTorch's OpenMP: others would compete with these, which wait actively for a while
- * after each operation. In a forked process, where they do not exist, or without OpenMP, threads live for one call. */
-static int run(body_t *body, plan_t *plan)
-{
-    const int64_t threads = most(1, least(plan->call->threads, plan->tasks));
-    int64_t started = 0;
-    plan->body = body;
-    atomic_store(&plan->next, 0);
-    atomic_store(&plan->started, 0);
-    if (posix_memalign(&plan->scratch, ALIGNMENT, (size_t)(threads * plan->scratch_bytes)))
-        return FAILED;
-    void *openmp = threads > 1 && getpid() == home ? dlsym(RTLD_DEFAULT, "GOMP_parallel") : NULL;
-    pthread_t *handles = openmp ? NULL : malloc((size_t)threads * sizeof *handles);
-    if (openmp)
-        ((void (*)(void (*)(void *), void *, unsigned, unsigned))openmp)(work, plan, (unsigned)threads, 0);
-    else {
-        while (handles && started + 1 < threads && !pthread_create(&handles[started], NULL, start, plan))
-            started++;
-        work(plan);
-        while (started)
-            pthread_join(handles[--started], NULL);
-    }
-    free(handles);
-    free(plan->scratch);
-    return DONE;
-}
+int run(body_t *body, plan_t *plan);
 
 /* Distance in rows from one sorted column to the next: a power of two, so no group of rows crosses the end of a column,
  * plus SPREAD. */
-static int64_t column_height(int64_t blocks)
+static inline int64_t column_height(int64_t blocks)
 {
     int64_t height = 1;
     while (height < blocks)
@@ -163,7 +116,7 @@ typedef struct {
 } arena_t;
 
 /* Returns the next `bytes` of a scratch area, aligned. Without a base it only counts them. */
-static void *take(arena_t *arena, int64_t bytes)
+static inline void *take(arena_t *arena, int64_t bytes)
 {
     void *taken = arena->base ? arena->base + arena->used : NULL;
     arena->used += (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
@@ -186,9 +139,6 @@ static inline float from_float16(uint16_t bits)
         return from_bits(sign | 0x70000000 | magnitude);
     return from_bits(sign | 0x77800000) * from_bits(magnitude); /* scaled by 2^112, which also normalizes denormals */
 }
-
-static inline float from_float32(float value) { return value; }
-static inline double from_float64(double value) { return value; }
 
 /* Sorting networks and Batcher's odd-even merges for rows in registers. Green's network for 16 rows has three
  * comparators fewer than Batcher's. FN(rank_few) defines NOTE to record which lanes a comparator exchanges. */
@@ -229,14 +179,16 @@ static inline double from_float64(double value) { return value; }
     CE(r[13], r[14]) CE(r[15], r[16]) CE(r[17], r[18]) CE(r[19], r[20]) CE(r[21], r[22]) CE(r[23], r[24]) \
     CE(r[25], r[26]) CE(r[27], r[28]) CE(r[29], r[30])
 #define APPLY(shape, ...) shape(__VA_ARGS__)
+#define EXPORT __attribute__((visibility("default")))
 #define UNROLL _Pragma("GCC unroll 32")
 #define INLINE static inline __attribute__((always_inline))
 
 /* Call a function for the columns of a panel: ABREAST columns at a time, then the remaining ones singly. */
-#define ACROSS(function, ...)                                                   \
+#define ACROSS(...) ACROSS_IF(1, __VA_ARGS__)
+#define ACROSS_IF(abreast, function, ...)                                       \
     {                                                                           \
         int64_t v = 0;                                                          \
-        for (; v + ABREAST <= vectors; v += ABREAST)                            \
+        for (; (abreast) && v + ABREAST <= vectors; v += ABREAST)               \
             function(__VA_ARGS__, v, ABREAST);                                  \
         for (; v < vectors; v++)                                                \
             function(__VA_ARGS__, v, 1);                                        \
@@ -244,14 +196,11 @@ static inline double from_float64(double value) { return value; }
 
 /* Call a function for the tiles of a panel: QUERIES queries by ABREAST columns, then smaller ones. */
 #define TILES(function, ...)                                                    \
-    if (at->query_pitch)                                                        \
-        for (int64_t v = 0; v < vectors; v++)                                   \
-            function(__VA_ARGS__, 0, 1, v, 1);                                  \
-    else if (rows == QUERIES)                                                   \
+    if (rows == QUERIES && !at->query_pitch)                                    \
         ACROSS(function, __VA_ARGS__, 0, QUERIES)                               \
     else                                                                        \
         for (int64_t row = 0; row < rows; row++)                                \
-            ACROSS(function, __VA_ARGS__, row, 1)
+            ACROSS_IF(!at->query_pitch, function, __VA_ARGS__, row, 1)
 
 #define JOIN_(a, b, c) a##_##b##_##c
 #define JOIN(a, b, c) JOIN_(a, b, c)
@@ -273,39 +222,33 @@ static inline double from_float64(double value) { return value; }
 #define END_TARGET PRAGMA(GCC pop_options)
 #endif
 
-#if defined(__x86_64__)
+#if defined(PART) /* float if even, double if odd; other processors than x86 have two parts */
+#define DOUBLE (PART % 2)
+#define SMALL (DOUBLE || PART > 3) /* plain loops: double checks gradients, and few processors have SSE2 only */
+#if defined(__x86_64__) && PART < 2
 #define ISA avx512
 #define BYTES 64
 #define REGISTERS 32
 #define X86(name) _mm512_##name
 BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,fma")
-#define DOUBLE 0
-#include "footprint_impl.h"
-#define DOUBLE 1
 #include "footprint_impl.h"
 END_TARGET
-#undef X86
-#undef REGISTERS
-#undef BYTES
-#undef ISA
+#elif defined(__x86_64__) && PART < 4
 #define ISA avx2
 #define BYTES 32
 #define REGISTERS 16
 #define X86(name) _mm256_##name
 BEGIN_TARGET("avx2,fma")
-#define DOUBLE 0
-#include "footprint_impl.h"
-#define DOUBLE 1
 #include "footprint_impl.h"
 END_TARGET
-#undef X86
-#undef REGISTERS
-#undef BYTES
-#undef ISA
+#elif defined(__x86_64__)
 #define ISA sse2
+#define BYTES 16
 #define REGISTERS 16
 #define X86(name) _mm_##name
-#elif defined(__aarch64__)
+#include "footprint_impl.h"
+#elif PART < 2
+#if defined(__aarch64__)
 #define ISA neon
 #define REGISTERS 32
 #else
@@ -313,31 +256,78 @@ END_TARGET
 #define REGISTERS 16
 #endif
 #define BYTES 16
-#define DOUBLE 0
 #include "footprint_impl.h"
-#define DOUBLE 1
-#include "footprint_impl.h"
+#endif
+#else /* what the parts share */
+static void work(void *argument)
+{
+    plan_t *plan = argument;
+    char *scratch = (char *)plan->scratch + atomic_fetch_add(&plan->started, 1) * plan->scratch_bytes;
+    fenv_t environment;
+    fegetenv(&environment);
+    fesetenv(FE_DFL_ENV); /* if denormals were flushed to zero, tagged words would compare as equal */
+    for (int64_t task; (task = atomic_fetch_add(&plan->next, 1)) < plan->tasks;)
+        plan->body(plan, task, scratch);
+    fesetenv(&environment);
+}
+
+static void *start(void *plan)
+{
+    work(plan);
+    return NULL;
+}
+
+static pid_t home;
+static __attribute__((constructor)) void remember_process(void) { home = getpid(); }
+
+/* Run all tasks on the threads of PyTorch's OpenMP: others would compete with these, which wait actively for a while
+ * after each operation. In a forked process, where they do not exist, or without OpenMP, threads live for one call. */
+int run(body_t *body, plan_t *plan)
+{
+    const int64_t threads = most(1, least(plan->call->threads, plan->tasks));
+    int64_t started = 0;
+    plan->body = body;
+    atomic_store(&plan->next, 0);
+    atomic_store(&plan->started, 0);
+    if (posix_memalign(&plan->scratch, ALIGNMENT, (size_t)(threads * plan->scratch_bytes)))
+        return FAILED;
+    void *openmp = threads > 1 && getpid() == home ? dlsym(RTLD_DEFAULT, "GOMP_parallel") : NULL;
+    pthread_t *handles = openmp ? NULL : malloc((size_t)threads * sizeof *handles);
+    if (openmp)
+        ((void (*)(void (*)(void *), void *, unsigned, unsigned))openmp)(work, plan, (unsigned)threads, 0);
+    else {
+        while (handles && started + 1 < threads && !pthread_create(&handles[started], NULL, start, plan))
+            started++;
+        work(plan);
+        while (started)
+            pthread_join(handles[--started], NULL);
+    }
+    free(handles);
+    free(plan->scratch);
+    return DONE;
+}
+
+#if defined(__x86_64__)
+#define EACH(macro) macro(avx512) macro(avx2) macro(sse2) /* fastest first */
+#elif defined(__aarch64__)
+#define EACH(macro) macro(neon)
+#else
+#define EACH(macro) macro(generic)
+#endif
+#define ENTRIES(name, isa) JOIN(name, isa, float), JOIN(name, isa, double)
+#define DECLARE(isa) entry_t ENTRIES(forward, isa), ENTRIES(backward, isa);
+#define LIST(isa) {#isa, {ENTRIES(forward, isa)}, {ENTRIES(backward, isa)}},
 
 typedef int entry_t(plan_t *plan);
 typedef struct {
     const char *name;
     entry_t *forward[2], *backward[2];
 } isa_t;
-#define ENTRIES(name, isa) {JOIN(name, isa, float), JOIN(name, isa, double)}
-#define NAME_(isa) #isa
-#define NAME(isa) NAME_(isa)
-
-/* Fastest first. */
-static const isa_t ISAS[] = {
-#if defined(__x86_64__)
-    {"avx512", ENTRIES(forward, avx512), ENTRIES(backward, avx512)},
-    {"avx2", ENTRIES(forward, avx2), ENTRIES(backward, avx2)},
-#endif
-    {NAME(ISA), ENTRIES(forward, ISA), ENTRIES(backward, ISA)},
-};
+EACH(DECLARE)
+static const isa_t ISAS[] = {EACH(LIST)};
 
 /* Returns the name of instruction set `index`, fastest first: empty if this processor lacks it, NULL past the last. */
-const char *ahop_isa(int64_t index)
+EXPORT const char *ahop_isa(int64_t index)
 {
     if (index < 0 || index >= (int64_t)(sizeof ISAS / sizeof *ISAS))
         return NULL;
@@ -352,16 +342,16 @@ const char *ahop_isa(int64_t index)
     return ISAS[index].name;
 }
 
-int64_t ahop_abi_version(void) { return ABI_VERSION; }
+EXPORT int64_t ahop_abi_version(void) { return ABI_VERSION; }
 
 /* Both return DONE, or FAILED if memory ran out. */
-int ahop_forward(int64_t isa, const call_t *call)
+EXPORT int ahop_forward(int64_t isa, const call_t *call)
 {
     plan_t plan = {.call = call};
     return ISAS[isa].forward[call->dtype == FLOAT64](&plan);
 }
 
-int ahop_backward(int64_t isa, const call_t *call)
+EXPORT int ahop_backward(int64_t isa, const call_t *call)
 {
     plan_t plan = {.call = call};
     const int status = ISAS[isa].backward[call->dtype == FLOAT64](&plan);
@@ -369,3 +359,4 @@ int ahop_backward(int64_t isa, const call_t *call)
     free(plan.weight_partial);
     return status;
 }
+#endif

@@ -1,6 +1,6 @@
-/* The kernels for one instruction set and one element type. footprint.c includes this file for each combination. It
- * defines ISA, BYTES (the size of a vector), REGISTERS (the number of vector registers) and DOUBLE, and for x86 also
- * X86, the prefix of intrinsics. */
+/* The kernels for one instruction set and one element type. footprint.c includes this file. It defines ISA, BYTES (the
+ * size of a vector), REGISTERS (the number of vector registers) and DOUBLE, and for x86 also X86, the prefix of
+ * intrinsics. */
 #if DOUBLE
 #define T double
 #define INT int64_t
@@ -39,7 +39,7 @@ typedef struct {
     int32_t octaves, merged; /* the largest k; whether another base takes this one over */
 } FN(width);
 #define LANES ((int)(BYTES / sizeof(T)))
-#define QUERIES (REGISTERS / 8) /* the sums of a tile take half of the registers */
+#define QUERIES (SMALL ? 2 : REGISTERS / 8) /* the sums of a tile take half of the registers */
 
 /* If an operand is NaN, MIN and MAX return the second one, as on x86. MIN_NUMBER never returns a NaN of the first. */
 #if defined(X86) && DOUBLE
@@ -112,7 +112,7 @@ typedef struct {
 
 /* Specializes the code for a common step, as a compile-time constant. */
 #define KNOWN_STEP(known, ...)                                                       \
-    if (step == known) {                                                        \
+    if (!SMALL && step == known) {                                              \
         enum { step = known };                                                  \
         __VA_ARGS__                                                             \
     } else                                                                      \
@@ -163,12 +163,17 @@ static int FN(sort)(const step_t *network, V *x, int64_t d, int64_t height, int6
 INLINE void FN(load)(const void *from, int64_t dtype, const int64_t *offset, int lanes, int64_t stride, int64_t d,
                      T *to)
 {
-    switch (dtype) {
-    case FLOAT32: CONVERT(float, from_float32)
-    case FLOAT64: CONVERT(double, from_float64)
+    switch (DOUBLE ? FLOAT64 : dtype) {
     case FLOAT16: CONVERT(uint16_t, from_float16)
     case BFLOAT16: CONVERT(uint16_t, from_bfloat16)
+    default: CONVERT(T, )
     }
+}
+
+/* The same for a whole vector: a function of its own, since the code is long. */
+static void FN(load_lanes)(const void *from, int64_t dtype, const int64_t *offset, int64_t stride, int64_t d, V *to)
+{
+    FN(load)(from, dtype, offset, LANES, stride, d, (T *)to);
 }
 
 /* Returns whether any of `count` numbers is NaN or so large that a sum of similarities could overflow. Without the sign
@@ -223,7 +228,7 @@ static int FN(load_columns)(const call_t *call, const void *from, int64_t origin
         int64_t offset[LANES];
         for (int lane = 0; lane < LANES; lane++)
             offset[lane] = origin + least(first + v * LANES + lane, call->count - 1) * stride[2];
-        FN(load)(from, call->dtype, offset, LANES, stride[3], call->d, (T *)(to + v * pitch));
+        FN(load_lanes)(from, call->dtype, offset, stride[3], call->d, to + v * pitch);
         special |= FN(special)((const T *)(to + v * pitch), call->d * LANES);
     }
     return special;
@@ -415,7 +420,7 @@ INLINE const step_t *FN(fill_by)(int32_t base, int mode, const FN(buffers) *at, 
 {
     const int64_t d = at->d, pitch = at->pitch, rank_pitch = at->blocks + 1, height = at->height;
     const int64_t step = at->query_pitch;
-    const int64_t whole = mode == NAN_ASIDE || mode == BOUNDED ? 0 : d / 32; /* rare modes, and the code is long */
+    const int64_t whole = SMALL || mode == NAN_ASIDE || mode == BOUNDED ? 0 : d / 32; /* rare, and the code is long */
     const int aside = mode == NAN_ASIDE || mode == UNKNOWN_LAST, negated = mode == UNKNOWN_LAST && base == DOT;
     const I masks = (I){0} + mask;
     for (int64_t run = 0; run < whole; run++) {
@@ -510,7 +515,7 @@ INLINE void FN(sum_tile)(int32_t base, int mode, const FN(buffers) *at, INT mask
         const I tag = (I){0} + (INT)block;
         V sum[QUERIES * ABREAST];
         FN(sum_block)(base, at->width, query, keys, pitch, width, queries, columns, sum);
-        switch (mode) {
+        switch (SMALL ? BOUNDED : mode) {
         case PLAIN: ENTER(PLAIN)
         case TAGGED: ENTER(TAGGED)
         default: ENTER(mode)
@@ -556,6 +561,8 @@ static FN(buffers) FN(from_column)(const FN(buffers) *at, int64_t column)
     return rest;
 }
 
+static const step_t NOTHING[] = {{END, 0, 0, 0, 0, 0}}; /* sorts a single row */
+
 /* Returns the buffers for a single block of all dimensions. Its columns must not overwrite the infinities of x. */
 static FN(buffers) FN(one_block)(const FN(buffers) *at)
 {
@@ -600,7 +607,8 @@ static int FN(uses_products)(const call_t *call)
     int dis = 0;
     for (int64_t b = 0; b < call->n_bases; b++)
         dis |= call->bases[b] == DIS;
-    return dis && wide && FN(is_few)(call->network) && call->length >= 2 * QUERIES; /* which is not so if paired */
+    /* with a length that pairs do not have */
+    return !SMALL && dis && wide && FN(is_few)(call->network) && call->length >= 2 * QUERIES;
 }
 
 /* Place the buffers of a thread in its scratch area. Returns the size of the area. */
@@ -746,7 +754,7 @@ static void FN(choose_origin)(const call_t *call, int64_t n, int64_t h, const FN
     int64_t offset[LANES];
     for (int lane = 0; lane < LANES; lane++)
         offset[lane] = n * stride[0] + h * stride[1] + lane * call->count / LANES * stride[2];
-    FN(load)(call->key, call->dtype, offset, LANES, stride[3], at->d, (T *)at->shifted);
+    FN(load_lanes)(call->key, call->dtype, offset, stride[3], at->d, at->shifted);
     const int special = FN(special)((const T *)at->shifted, at->d * LANES);
     for (int64_t i = 0; i < at->d; i++) {
         T mean = 0;
@@ -835,7 +843,7 @@ INLINE void FN(score_tile)(int bases, int size, const FN(buffers) *at, const int
             continue;
         FN(load_few)(size, at, places[base], weights);
         for (int64_t row = 0; row < QUERIES; row++)
-            UNROLL for (int j = 0; j < columns; j++) {
+            for (int j = 0; j < columns; j++) {
                 V r[FEW], *sum = at->sums + row * vectors + v + j;
                 FN(from_products)(base, size, at, products + row * ABREAST + j, row, v + j, r);
                 SORT_FEW
@@ -846,7 +854,7 @@ INLINE void FN(score_tile)(int bases, int size, const FN(buffers) *at, const int
 
 /* Returns a bit for each of DIS and DOT that products compute, and their places among the bases: those with different
  * weights, or with `all` both. */
-static int FN(find_products)(const call_t *call, const FN(buffers) *at, int all, int64_t *places)
+INLINE int FN(find_products)(const call_t *call, const FN(buffers) *at, int all, int64_t *places)
 {
     int found = 0;
     for (int64_t b = 0; b < call->n_bases; b++)
@@ -854,25 +862,20 @@ static int FN(find_products)(const call_t *call, const FN(buffers) *at, int all,
             found |= 1 << call->bases[b];
             places[call->bases[b]] = b;
         }
-    return at->shifted && found & 1 << DIS ? found : 0;
+    return !SMALL && at->shifted && found & 1 << DIS ? found : 0;
 }
 
-/* Call a function for all columns of a panel, with constants for the bases and the number of rows to sort. */
-#define PRODUCTS(function, bases)                                               \
-    if (at->blocks > 4) {                                                       \
-        if ((bases) == 1 << DIS)                                                \
-            ACROSS(function, 1 << DIS, 8, at, places, vectors)                  \
-        else                                                                    \
-            ACROSS(function, 1 << DIS | 1 << DOT, 8, at, places, vectors)       \
-    } else if ((bases) == 1 << DIS)                                             \
-        ACROSS(function, 1 << DIS, 4, at, places, vectors)                      \
+/* Call a function for all columns of a panel, with a constant for the number of rows to sort. */
+#define PRODUCTS(function)                                                      \
+    if (at->blocks > 4)                                                         \
+        ACROSS(function, bases, 8, at, places, vectors)                         \
     else                                                                        \
-        ACROSS(function, 1 << DIS | 1 << DOT, 4, at, places, vectors)
+        ACROSS(function, bases, 4, at, places, vectors)
 
 static void FN(score_products)(int bases, const FN(buffers) *at, const int64_t *places, int64_t rows, int64_t vectors)
 {
     FN(shift_queries)(at, rows);
-    PRODUCTS(FN(score_tile), bases)
+    PRODUCTS(FN(score_tile))
 }
 
 /* Compute the weights of lanes that know m blocks: the integral of the weights over m intervals of equal length. */
@@ -1144,7 +1147,7 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
             const int64_t first = panel * plan->vectors * LANES;
             const int64_t width = least(plan->vectors * LANES, call->count - first), vectors = ceil_div(width, LANES);
             const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
-            if (at.shifted)
+            if (!SMALL && at.shifted)
                 FN(shift_keys)(call, n, h, &at, vectors);
             for (int64_t l = start; l < end; l += QUERIES) {
                 const int64_t rows = least(QUERIES, end - l);
@@ -1165,7 +1168,7 @@ static void FN(forward_task)(const plan_t *plan, int64_t task, char *scratch)
     }
 }
 
-static int FN(forward)(plan_t *plan)
+int FN(forward)(plan_t *plan)
 {
     const call_t *call = plan->call;
     FN(split_keys)(plan, FORWARD_BYTES);
@@ -1428,7 +1431,7 @@ INLINE void FN(product_tile)(int bases, int size, const FN(buffers) *at, const i
         if (!(bases & 1 << base))
             continue;
         FN(load_few)(size, at, places[base], weights);
-        UNROLL for (int j = 0; j < columns; j++) {
+        for (int j = 0; j < columns; j++) {
             V by_column[FEW] = {{0}}, *column_sums = at->column_sums + (2 * (v + j) + base) * FEW;
             for (int64_t row = 0; row < QUERIES; row++) {
                 const V grad = at->grad[row * vectors + v + j];
@@ -1478,7 +1481,7 @@ static void FN(add_products)(int bases, const FN(buffers) *at, const int64_t *pl
 {
     FN(shift_queries)(at, rows);
     memset(at->row_sums, 0, (size_t)(2 * FEW * QUERIES * BYTES));
-    PRODUCTS(FN(product_tile), bases)
+    PRODUCTS(FN(product_tile))
     FN(add_sums)(at, at->query, at->row_sums, rows, at->query_grad);
 }
 
@@ -1573,7 +1576,7 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
     memset(at.key_grad, 0, (size_t)(at.pitch * plan->vectors * BYTES));
     memset(at.weight_grad, 0, (size_t)(weights * BYTES));
     const size_t sums_bytes = (size_t)(2 * FEW * plan->vectors * BYTES);
-    if (at.shifted)
+    if (!SMALL && at.shifted)
         memset(at.column_sums, 0, sums_bytes);
     for (int64_t n = group * call->n / groups; n < (group + 1) * call->n / groups; n++)
         for (int64_t panel = tile * plan->panels / tiles; panel < (tile + 1) * plan->panels / tiles; panel++) {
@@ -1583,7 +1586,7 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
             const int64_t place = (call->paired ? first * call->heads + h : pair * call->count + first) * d;
             const int64_t step = call->paired ? call->heads * d : d;
             const int special_keys = FN(load_keys)(call, n, h, first, vectors, &at);
-            if (at.shifted)
+            if (!SMALL && at.shifted)
                 FN(shift_keys)(call, n, h, &at, vectors);
             memset(at.grad, 0, (size_t)((call->paired ? 1 : QUERIES) * vectors * BYTES));
             for (int64_t row = 0; row < plan->rows; row += QUERIES) {
@@ -1622,7 +1625,7 @@ static void FN(backward_task)(const plan_t *plan, int64_t task, char *scratch)
                         query_grad[i] += FN(total)(at.query_grad + r * at.pitch, i);
                 }
                 if (call->need & NEED_KEY && (end % QUERY_CHUNK == 0 || end == plan->rows)) {
-                    if (at.shifted && !special_keys) {
+                    if (!SMALL && at.shifted && !special_keys) {
                         FN(add_sums)(&at, at.shifted, at.column_sums, vectors, at.key_grad);
                         memset(at.column_sums, 0, sums_bytes);
                     }
@@ -1693,7 +1696,7 @@ static int FN(plan_backward)(plan_t *plan)
 }
 
 /* The tasks of one round after the other, each for `rows` queries. */
-static int FN(backward)(plan_t *plan)
+int FN(backward)(plan_t *plan)
 {
     const call_t *call = plan->call;
     if (FN(plan_backward)(plan) == FAILED)
@@ -1709,16 +1712,3 @@ static int FN(backward)(plan_t *plan)
         FN(gather_weights)(plan);
     return DONE;
 }
-
-#undef MIN
-#undef MAX
-#undef MIN_NUMBER
-#undef HUGE_T
-#undef LARGE_T
-#undef SMALL_T
-#undef MANTISSA
-#undef BIAS
-#undef POWER
-#undef INT
-#undef T
-#undef DOUBLE
