@@ -1,5 +1,6 @@
 """``python -m ahop_layers`` reports and tests the backends, and behaves like a command-line program."""
 
+import re
 from types import SimpleNamespace
 
 import torch
@@ -18,6 +19,7 @@ def test_the_command(capsys):
     assert f"torch {torch.__version__}" in shown
     assert shown.count("ok: error") >= 2
     assert "devices: CPU with" in shown
+    assert re.search(r"^HopfieldLayer, .*: plain [\d.]+ ms, adaptive [\d.]+ ms \([\d.]+\)$", shown, re.MULTILINE)
 
 
 def test_a_wrong_or_failing_backend_is_reported(monkeypatch, capsys):
