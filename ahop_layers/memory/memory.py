@@ -128,9 +128,10 @@ class AssociativeMemory(Associator):
 
     def _publish(self, state: State) -> None:
         """Replaces the state, with a copy of the similarity as it is now."""
-        live = self._live()
+        live, frozen = self._live(), state.frozen
         sources = versions(live, state.stored.patterns)
-        frozen = copy.deepcopy(live) if isinstance(live, nn.Module) else live
+        if live is not state.live or not are_equal(sources[1:], state.sources[1:]):
+            frozen = copy.deepcopy(live) if isinstance(live, nn.Module) else live
         self._state = replace(state, frozen=frozen, live=live, sources=sources)
 
     def _read(self) -> State:
