@@ -15,7 +15,6 @@ import torch
 
 import ahop_layers as ah
 from ahop_layers import AssociativeMemory
-from ahop_layers.memory import memory as memory_module
 from ahop_layers.memory import state as state_module
 from tests.samples import refuses, repeated_in_threads
 
@@ -194,7 +193,7 @@ def test_contributions_add_up_to_the_score(name, missing, rows):
 
 
 def test_replaced_values_contribute_least(rows, monkeypatch):
-    monkeypatch.setattr(memory_module, "QUERIES_AT_ONCE", 7)
+    monkeypatch.setattr(state_module, "QUERIES_AT_ONCE", 7)
     memory = AssociativeMemory(rows)
     lowest = memory.explain(damaged(rows)).argsort(-1)[:, :3].sort(-1).values
     assert (lowest == torch.arange(3)).all()

@@ -10,7 +10,6 @@ import torch
 
 from ahop_layers.errors import AHopError
 from ahop_layers.memory import AssociativeMemory, arrays, storage
-from ahop_layers.memory import memory as memory_module
 from ahop_layers.memory import state as state_module
 from ahop_layers.memory.variants import Mixed, Noisy
 from ahop_layers.ops import chunked
@@ -42,7 +41,7 @@ SCORES = {
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_and_retrieval_equal_the_definition_with_any_chunk_size(name, separation, size, monkeypatch):
     monkeypatch.setattr(state_module, "CHUNK_ELEMENTS", 8 * size)
-    monkeypatch.setattr(memory_module, "CHUNK_SCORES", 5 * 61)
+    monkeypatch.setattr(state_module, "CHUNK_SCORES", 5 * 61)
     patterns, x = uniform(61, 8), uniform(23, 8)
     memory = AssociativeMemory(patterns, name, separation=separation or "softmax", beta=3.0)
     scores = SCORES[name](x, patterns)

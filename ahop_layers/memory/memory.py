@@ -36,8 +36,10 @@ CHANGES_UNTIL_FIT = 0.5  # patterns added or removed since a fit, as a share of 
 class AssociativeMemory(Associator):
     """Stores patterns and finds the one that a damaged query was made from.
 
-    Threads may search while another one adds or removes patterns: each search sees one state of the memory. An invalid
-    argument raises an :class:`~ahop_layers.AHopError`, here and in all methods, and leaves the memory unchanged.
+    Threads may search while another one changes, fits or loads the memory: each search sees one state of it. Without
+    gradients, scores come from a copy of the similarity, which is renewed when an optimizer or a state dict changed it,
+    but not when its ``parameter.data`` was written to; a module of yours is not copied. An invalid argument raises an
+    :class:`~ahop_layers.AHopError`, here and in all methods, and leaves the memory unchanged.
 
     Args:
         patterns: ``(N, d)``, or images ``(N, H, W)`` or ``(N, C, H, W)``: a tensor, an array, a data frame or a list. A
