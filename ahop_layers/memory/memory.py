@@ -624,10 +624,10 @@ class AssociativeMemory(Associator):
         ...     AssociativeMemory.load(f"{folder}/memory.safetensors").classify(torch.eye(3))
         ['a', 'b', 'b']
         """
-        with self._changing:
+        with self._changing:  # parameters are modified in place, also while the file is written
             self._unsharded("save")
-            tensors = self.state_dict()
-        header = describe_parts(self) | {"version": storage.FILE_VERSION, "fits_beta": self._fits_beta}
+            header = describe_parts(self) | {"version": storage.FILE_VERSION, "fits_beta": self._fits_beta}
+            tensors = {name: each if name == "patterns" else each.clone() for name, each in self.state_dict().items()}
         files.write(files.as_path(path), storage.FILE_KEY, tensors, header)
 
     @classmethod
