@@ -81,9 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     shown = type("Help", (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter), {})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown)
     add, whole = parser.add_argument, {"type": int, "metavar": "N"}
-    add("--bags", **whole, default=1024, help="number of training bags")
-    add("--epochs", **whole, default=15, help="number of epochs")
-    add("--lr", type=float, default=1e-2, help="learning rate")
+    add("--bags", **whole, default=2048, help="number of training bags")
+    add("--epochs", **whole, default=16, help="number of epochs")
+    add("--lr", type=float, default=5e-3, help="learning rate")
     add("--seed", **whole, default=0, help="seed of all random number generators")
     add("--out", type=Path, metavar="DIR", default="out/hopfield", help="folder for all output files")
     options = parser.parse_args(arguments)

@@ -99,12 +99,16 @@ def refusals(rank: int, group: Any) -> dict[str, str]:
 
 def states(group: Any) -> dict[str, object]:
     """Copies and converts a sharded memory, and loads the state of its similarity."""
-    memory = make("auto").shard_(group)
+    memory = make("auto")
+    memory.build_codes()  # of all patterns
+    memory.shard_(group)
+    short = memory.recall(QUERIES, 60)
     memory.load_state_dict(memory.state_dict())
     double = copy.deepcopy(memory).double()
     return {
         "keys": set(memory.state_dict()),
         "part": memory.patterns,
+        "short": short,
         "converted": (double.patterns.dtype, double.labels.dtype),
         "copied": double.recall(QUERIES.double()),
     }
@@ -171,6 +175,7 @@ def test_a_sharded_memory_is_copied_and_converted(results):
     expected = make("auto")
     for rank in results:
         assert rank["states"]["keys"] == set(expected.state_dict()) - {"patterns", "labels", "ids"}
+        assert (rank["states"]["short"] == expected.recall(QUERIES)).float().mean() > 0.9
         assert rank["states"]["converted"] == (torch.float64, torch.int64)
         assert torch.equal(rank["states"]["copied"], copy.deepcopy(expected).double().recall(QUERIES.double()))
     assert torch.equal(torch.cat([rank["states"]["part"] for rank in results]), PATTERNS)

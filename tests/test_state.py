@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -149,3 +150,59 @@ def test_compiled_searches_refuse_what_eager_ones_refuse(value, small_fit):
         with pytest.raises(RuntimeError, match="queries x must"):
             torch.compile(method, backend="aot_eager")(query)
     refuses("repair needs a fit", torch.compile(ah.Repair(make()), backend="aot_eager"), query[:1])
+
+
+class Dropped(ah.AdaptiveSimilarity):
+    """A similarity with a mode, an attribute, and a lock that cannot be copied."""
+
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.dropout, self.factor, self.lock = torch.nn.Dropout(0.5), 1.0, threading.Lock()
+
+    def forward(self, query, key, **options):
+        return self.factor * super().forward(self.dropout(query), key, **options)
+
+
+def test_a_similarity_of_the_user_is_read_as_it_is():
+    memory, query = ah.AssociativeMemory(torch.rand(30, 12), Dropped(12)).eval(), torch.rand(4, 12)
+    assert torch.equal(memory.search(query).scores, memory.search(query).scores)
+    memory.similarity.factor = 2.0
+    torch.testing.assert_close(memory.search(query).scores[:, 0], memory.scores(query).amax(1))
+
+
+def test_searches_follow_other_dtypes_hooks_and_parameters_of_a_call():
+    memory, query, calls = make("adaptive"), torch.rand(4, 12), []
+    torch.nn.init.normal_(memory.similarity.w)
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        memory.to(dtype)
+        assert torch.equal(memory.search(query.to(dtype)).scores[:, 0], memory.scores(query.to(dtype)).amax(1))
+    hook = memory.similarity.register_forward_hook(lambda *arguments: calls.append(1))
+    memory.search(query)
+    hook.remove()
+    assert calls
+    other = {name: 2 * value for name, value in memory.named_parameters()}
+    with torch.no_grad():
+        expected = torch.func.functional_call(memory, other, (query,))
+    torch.testing.assert_close(torch.func.functional_call(memory, other, (query,)), expected)
+    assert torch.equal(memory.search(query).scores[:, 0], memory.scores(query).amax(1))
+
+
+def test_a_fit_keeps_frozen_weights_and_beta_can_be_set():
+    memory = make("adaptive")
+    memory.similarity.requires_grad_(False)
+    memory.similarity.w.data.mul_(3)
+    kept = memory.similarity.w.clone()
+    memory.fit((torch.arange(20), memory.patterns[:20] + 0.01), progress=False)
+    assert torch.equal(memory.similarity.w, kept)
+    memory.beta = 3
+    assert memory.beta == memory.state_dict()["beta"] == 3
+    with pytest.raises(ah.AHopError, match="beta must be a positive number, got -1"):
+        memory.beta = -1
+
+
+def test_a_refused_state_dict_of_a_model_leaves_nothing_behind():
+    model, other = (torch.nn.Sequential(make(kind, 3000)) for kind in ("auto", "adaptive"))
+    before = len(pickle.dumps(model))
+    with pytest.raises(Exception, match="bases"):
+        model.load_state_dict(other.state_dict())
+    assert len(pickle.dumps(model)) == before

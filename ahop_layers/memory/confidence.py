@@ -123,7 +123,7 @@ class Hits:
     def _places(self) -> Tensor:
         """Returns the indices as a matrix ``(L, k)`` on the device of the patterns."""
         rows = self._queries.rows
-        return torch.as_tensor(self.indices, device=rows.device).reshape(len(rows), -1)
+        return torch.as_tensor(self.indices, device=rows.device).reshape(len(rows), self.indices.shape[-1])
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ahop_layers import files
 from ahop_layers.errors import AHopError, check_callable, check_choice, check_numbers, check_seed, check_sizes
@@ -19,10 +19,10 @@ from ahop_layers.memory.confidence import Hits
 from ahop_layers.memory.fit import fit, progress_line
 from ahop_layers.memory.learn.auto import first_inverse_temperature
 from ahop_layers.memory.learn.solve import FitReport
-from ahop_layers.memory.parts import describe_parts, make_parts, named_similarity, overwrite_
+from ahop_layers.memory.parts import describe_parts, is_own, make_parts, named_similarity, overwrite_
 from ahop_layers.memory.repair import NEIGHBORS, Repaired, repair
 from ahop_layers.memory.shards import Shards
-from ahop_layers.memory.state import Fitted, State, are_equal, check_tensors, versions
+from ahop_layers.memory.state import Fitted, State, are_equal, check_tensors, parameter_versions, versions
 from ahop_layers.memory.storage import Stored, as_patterns, make_stored
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
@@ -110,7 +110,7 @@ class AssociativeMemory(Associator):
         return self._state.stored.count
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_changing"}
+        return {name: value for name, value in self.__dict__.items() if name != "_changing"} | {"_pending": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -130,27 +130,35 @@ class AssociativeMemory(Associator):
 
     def _publish(self, state: State) -> None:
         """Replaces the state, with a copy of the similarity as it is now."""
-        live, frozen = self._live(), state.frozen
-        sources = versions(live, state.stored.patterns)
-        if live is not state.live or not are_equal(sources[1:], state.sources[1:]):
-            frozen = copy.deepcopy(live) if isinstance(live, nn.Module) else live
-        self._state = replace(state, frozen=frozen, live=live, sources=sources)
+        live, similarity = self._live(), self.similarity
+        sources, parameters = versions(similarity, state.stored.patterns), parameter_versions(similarity)
+        own, frozen = is_own(live), state.frozen
+        kept = state.sources and are_equal(state.sources[1:], sources[1:]) and are_equal(state.parameters, parameters)
+        if not (own and kept and frozen is not live):
+            frozen = copy.deepcopy(live) if own else live
+        self._state = replace(state, frozen=frozen, live=live, sources=sources, parameters=parameters)
 
     def _read(self) -> State:
-        """Returns the state, after it has followed a similarity that was trained or loaded."""
+        """Returns the state, after it has followed a similarity that was trained, loaded or changed."""
         state = self._state
-        if torch.compiler.is_compiling() or are_equal(state.sources, versions(state.live, state.stored.patterns)):
+        if torch.compiler.is_compiling() or state.is_of(self.similarity):
             return state
         with self._changing:
             state = self._state
-            if not are_equal(state.sources, versions(state.live, state.stored.patterns)):
+            if not state.is_of(self.similarity):
                 self._publish(replace(state, stored=replace(state.stored)))
             return self._state
 
     @property
     def beta(self) -> Tensor:
-        """The inverse temperature, a scalar."""
+        """The inverse temperature, a scalar. It can be set to a positive number."""
         return self._state.beta
+
+    @beta.setter
+    def beta(self, value: float | Tensor) -> None:
+        check_numbers("a positive number", beta=value.item() if isinstance(value, Tensor) else value)
+        with self._changing:
+            self._state = replace(self._state, beta=torch.as_tensor(value).to(self._state.beta))
 
     @property
     def patterns(self) -> Tensor:
@@ -448,6 +456,7 @@ class AssociativeMemory(Associator):
         """
         check_seed(seed=seed)
         with self._changing, torch.inference_mode(False), torch.no_grad(), progress_line(progress) as show:
+            self._publish(replace(self._state, sources=()))  # also what was written to the data of parameters
             state = self._unsharded("fit")
             by = ("pattern" if state.stored.labels is None else "label") if by is None else by
             check_choice("by", by, ("pattern", "label"))
@@ -542,7 +551,9 @@ class AssociativeMemory(Associator):
             with torch.no_grad():
                 for tensor in (*self.parameters(), *self.buffers()):
                     tensor.copy_(shards.gather(tensor)[0])
-            self._publish(replace(state.loaded(fitted), stored=replace(stored, patterns=part, shards=shards)))
+            self._publish(
+                replace(state.loaded(fitted), stored=replace(stored, patterns=part, shards=shards), codes=None)
+            )
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> "AssociativeMemory":
@@ -596,20 +607,20 @@ class AssociativeMemory(Associator):
         """Takes the state from the state dict; it is published when the similarity is loaded, too."""
         check_state(self, state_dict, prefix)
         state = self._state
+        names = [*state.tensors(), *(() if state.stored.shards else state.stored.tensors())]
         if prefix + "mixture.gate" in state_dict:  # which older ones have, too
             state_dict.setdefault(prefix + "mixture.least", torch.zeros(()))
-        own = state.tensors()
-        given = {name: state_dict.pop(prefix + name) for name in own if prefix + name in state_dict}
-        stored = state.stored
-        names = [*own, *(() if stored.shards else stored.tensors())]
-        missing += [prefix + name for name in names if name not in given and prefix + name not in state_dict]
+        missing += [prefix + name for name in names if prefix + name not in state_dict]
         if prefix + "patterns" in state_dict:
             belongings = {name: state_dict.pop(prefix + name, None) for name in storage.STORED}
             self._unsharded("load_state_dict")
-            stored = stored.loaded(prefix, belongings, metadata.get("assign_to_params_buffers", False))
+            stored = state.stored.loaded(prefix, belongings, metadata.get("assign_to_params_buffers", False))
             if stored.unknown:
                 state.check_missing(f"{prefix}patterns")
-        self._pending = replace(state.loaded(own | check_tensors(own, given, prefix)), stored=stored, codes=None)
+            state = replace(state, stored=stored).moved(lambda tensor: tensor)  # to the dtype of the patterns
+        own = state.tensors()
+        given = {name: state_dict.pop(prefix + name) for name in own if prefix + name in state_dict}
+        self._pending = replace(state.loaded(own | check_tensors(own, given, prefix)), codes=None)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
 
     def save(self, path: str | Path) -> None:

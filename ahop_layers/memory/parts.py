@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ahop_layers.errors import AHopError, check_choice
 from ahop_layers.memory.images import ImageSimilarity
 from ahop_layers.memory.learn.auto import AutoSimilarity
+from ahop_layers.ops.operators import has_hooks
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
 from ahop_layers.similarity.adaptive import AdaptiveSimilarity
@@ -26,6 +27,16 @@ def named_similarity(name: str, patterns: Tensor, shape: Sequence[int] = ()) -> 
     if name == "auto":
         return AutoSimilarity(patterns)
     return AdaptiveSimilarity(patterns.shape[1]).to(patterns) if name == "adaptive" else FIXED[name]
+
+
+def is_own(similarity: Any) -> bool:
+    """Returns whether a similarity is of this package, all in parameters and buffers, so that copies score alike."""
+    types = (AdaptiveSimilarity, AutoSimilarity, ImageSimilarity, nn.ModuleList)
+    return isinstance(similarity, nn.Module) and all(
+        type(part) in types and not has_hooks(part) and "forward" not in vars(part)
+        and all(each is None or isinstance(each, nn.Parameter) for each in part._parameters.values())
+        for part in similarity.modules()
+    )  # fmt: skip
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from ahop_layers.errors import AHopError, check_same_device, describe
 from ahop_layers.memory.arrays import as_tensor, class_logsumexp, top_k
 from ahop_layers.memory.codes import Codes, make_codes
 from ahop_layers.memory.storage import Stored, read_values
-from ahop_layers.ops.operators import assert_in_graph
+from ahop_layers.ops.operators import assert_in_graph, has_hooks
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.similarity.adaptive import check_tensor
 from ahop_layers.similarity.protocol import Similarity
@@ -38,8 +38,8 @@ RULES = {
     **dict.fromkeys(("mixture.spread", "mixture.gate", "mixture.least"), "a number of at least 0"),
 }
 
-Versions = tuple[tuple[Tensor, int], ...]
-"""Tensors, and how often each of them was modified in place."""
+Versions = tuple[tuple[Any, Any], ...]
+"""Objects, and how often each of them was modified."""
 
 
 class Calibration(NamedTuple):
@@ -156,12 +156,12 @@ class State:
 
     Attributes:
         stored: the patterns and what belongs to them.
-        frozen: a copy of the similarity, which scores without gradients. A module or a function of the user is no copy.
+        frozen: what scores without gradients: a copy of a similarity of this package, others themselves.
         live: the similarity whose parameters train. It scores with gradients, and in compiled and exported graphs.
         beta: the inverse temperature, a scalar in the accumulation dtype.
         fitted: what the last fit found.
         codes: the codes of the patterns, if there are any.
-        sources: what :func:`versions` returned when the similarity was copied.
+        sources, parameters: the :func:`versions` of all but the parameters, and of these, that were copied.
     """
 
     stored: Stored
@@ -171,9 +171,17 @@ class State:
     fitted: Fitted
     codes: Codes | None = None
     sources: Versions = ()
+    parameters: Versions = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"codes": None, "sources": ()}
+
+    def is_of(self, similarity: Any) -> bool:
+        """Returns whether the similarity that a memory has is still that of this state; with gradients, ``live`` is."""
+        if not are_equal(self.sources, versions(similarity, self.stored.patterns)):
+            return False
+        as_live = torch.is_grad_enabled() or self.frozen is self.live
+        return as_live or are_equal(self.parameters, parameter_versions(similarity))
 
     @property
     def similarity(self) -> Similarity:
@@ -196,7 +204,7 @@ class State:
         wide = place | {"dtype": accumulation_dtype(stored.dtype)}
         mixture = self.fitted.mixture._replace(spread=self.fitted.mixture.spread.to(**wide))
         fitted = replace(self.fitted, mixture=mixture, foreign=self.fitted.foreign.to(**place))
-        return replace(self, stored=stored, beta=self.beta.to(**wide), fitted=fitted, codes=None)
+        return replace(self, stored=stored, beta=self.beta.to(**wide), fitted=fitted, codes=None, sources=())
 
     def of(self, similarity: Similarity) -> "State":
         """Returns the state with another similarity, which may change it no longer."""
@@ -398,21 +406,37 @@ class State:
         return max(size, min(GPU_CHUNK_ELEMENTS // dim, CHUNK_SCORES // queries))
 
 
-def versions(similarity: Similarity, patterns: Tensor) -> Versions:
-    """Returns the patterns, and the parameters and buffers of a similarity, with their versions.
+def versions(similarity: Any, patterns: Tensor) -> Versions:
+    """Returns the patterns and what a similarity is made of, but for its parameters, and how often each was modified.
 
-    Inference tensors have none and are taken as modified. Writing to the ``data`` of a parameter changes no version.
+    A similarity that changes its type of call, by a hook or another ``forward``, counts as modified, and so do
+    inference tensors, which have no version.
     """
-    owners = similarity.modules() if isinstance(similarity, nn.Module) else ()
-    tensors = [each for part in owners for own in (part._parameters, part._buffers) for each in own.values()]
-    present = (each for each in (patterns, *tensors) if each is not None)
-    return tuple((each, -1 if each.is_inference() else each._version) for each in present)
+    parts = list(similarity.modules()) if isinstance(similarity, nn.Module) else []
+    buffers = [each for part in parts for each in part._buffers.values() if each is not None]
+    calls = [(part, 2 * vars(part).get("shifts", 0) + ("forward" in vars(part) or has_hooks(part))) for part in parts]
+    return (patterns, _version(patterns)), (similarity, 0), *calls, *((each, _version(each)) for each in buffers)
+
+
+def parameter_versions(similarity: Any) -> Versions:
+    """Returns the parameters of a similarity, and how often each was modified."""
+    parts = similarity.modules() if isinstance(similarity, nn.Module) else ()
+    found = (each for part in parts for each in part._parameters.values() if each is not None)
+    return tuple((each, _version(each)) for each in found)
+
+
+def _version(tensor: Tensor) -> tuple[int, int] | None:
+    """Returns how often a tensor was modified and where its values are, or None if it does not tell."""
+    try:
+        return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
+    except (NotImplementedError, RuntimeError):  # of a transform of torch.func
+        return None
 
 
 def are_equal(first: Versions, second: Versions) -> bool:
     """Returns whether nothing was modified between two calls of :func:`versions`."""
     pairs = zip(first, second, strict=False)
-    return len(first) == len(second) and all(a is b and i == j >= 0 for (a, i), (b, j) in pairs)
+    return len(first) == len(second) and all(a is b and i is not None and i == j for (a, i), (b, j) in pairs)
 
 
 def measure_shortlist(state: State, origin: Tensor | None, rows: Tensor) -> Shortlist:

@@ -76,10 +76,13 @@ class Similarity:
 
 
 class OwnSimilarity(Similarity):
-    """A module or a function of the user. Only its scores are known, and whether it ``allows_missing``."""
+    """A module or a function of the user: its scores, and what else it has of a similarity."""
 
     def __init__(self, score: ScoreFunction) -> None:
-        self.score, self.allows_missing = score, bool(getattr(score, "allows_missing", False))
+        self.score = score
+        for name in ("allows_missing", "fix_scales_", "is_clamped", "within", "unbiased", "biased", "explain"):
+            if hasattr(score, name):
+                setattr(self, name, getattr(score, name))
 
     def __call__(self, query: Tensor, key: Tensor, missing: bool = False, prepared: Any = None) -> Tensor:
         """Scores queries against keys."""
