@@ -22,7 +22,7 @@ from ahop_layers.memory.learn.solve import FitReport
 from ahop_layers.memory.parts import describe_parts, is_own, make_parts, named_similarity, overwrite_
 from ahop_layers.memory.repair import NEIGHBORS, Repaired, repair
 from ahop_layers.memory.shards import Shards
-from ahop_layers.memory.state import Fitted, State, are_equal, check_tensors, parameter_versions, versions
+from ahop_layers.memory.state import Fitted, State, check_tensors
 from ahop_layers.memory.storage import Stored, as_patterns, make_stored
 from ahop_layers.ops.reference import accumulation_dtype
 from ahop_layers.separation import Separation
@@ -130,13 +130,12 @@ class AssociativeMemory(Associator):
 
     def _publish(self, state: State) -> None:
         """Replaces the state, with a copy of the similarity as it is now."""
-        live, similarity = self._live(), self.similarity
-        sources, parameters = versions(similarity, state.stored.patterns), parameter_versions(similarity)
-        own, frozen = is_own(live), state.frozen
-        kept = state.sources and are_equal(state.sources[1:], sources[1:]) and are_equal(state.parameters, parameters)
-        if not (own and kept and frozen is not live):
-            frozen = copy.deepcopy(live) if own else live
-        self._state = replace(state, frozen=frozen, live=live, sources=sources, parameters=parameters)
+        live, own, frozen = self._live(), is_own(self.similarity), state.frozen
+        if not own:
+            frozen = live
+        elif frozen is live or live is not state.live or not state.follows(live):
+            frozen = copy.deepcopy(live)
+        self._state = State.made(state, self.similarity, live, frozen)
 
     def _read(self) -> State:
         """Returns the state, after it has followed a similarity that was trained, loaded or changed."""
@@ -456,7 +455,7 @@ class AssociativeMemory(Associator):
         """
         check_seed(seed=seed)
         with self._changing, torch.inference_mode(False), torch.no_grad(), progress_line(progress) as show:
-            self._publish(replace(self._state, sources=()))  # also what was written to the data of parameters
+            self._publish(replace(self._state, source=None))  # also what was written to the data of parameters
             state = self._unsharded("fit")
             by = ("pattern" if state.stored.labels is None else "label") if by is None else by
             check_choice("by", by, ("pattern", "label"))

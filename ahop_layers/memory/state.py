@@ -38,8 +38,8 @@ RULES = {
     **dict.fromkeys(("mixture.spread", "mixture.gate", "mixture.least"), "a number of at least 0"),
 }
 
-Versions = tuple[tuple[Any, Any], ...]
-"""Objects, and how often each of them was modified."""
+Followed = tuple[dict[str, Any], str, Tensor | None, tuple[int, int] | None, bool]
+"""Where a tensor of a similarity is, its name, the tensor, its version, and whether it is a parameter."""
 
 
 class Calibration(NamedTuple):
@@ -161,7 +161,9 @@ class State:
         beta: the inverse temperature, a scalar in the accumulation dtype.
         fitted: what the last fit found.
         codes: the codes of the patterns, if there are any.
-        sources, parameters: the :func:`versions` of all but the parameters, and of these, that were copied.
+        source: the similarity of the memory that was copied, or None to copy it again.
+        parts, watched: what :func:`followed` returned for it.
+        version: that of the patterns.
     """
 
     stored: Stored
@@ -170,18 +172,39 @@ class State:
     beta: Tensor
     fitted: Fitted
     codes: Codes | None = None
-    sources: Versions = ()
-    parameters: Versions = ()
+    source: Any = None
+    parts: tuple[Any, ...] = ()
+    watched: tuple[Followed, ...] = ()
+    version: tuple[int, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self)} | {"codes": None, "sources": ()}
+        dropped = {"codes": None, "source": None, "parts": (), "watched": ()}
+        return {each.name: getattr(self, each.name) for each in fields(self)} | dropped
+
+    @classmethod
+    def made(cls, state: "State", similarity: Any, live: Similarity, frozen: Similarity) -> "State":
+        """Returns a state with the ``similarity`` of a memory, which is asked as ``live``, and what scores for it."""
+        parts, watched = followed(similarity)
+        changes: dict[str, Any] = {"source": similarity, "parts": parts, "watched": watched}
+        return replace(state, frozen=frozen, live=live, version=_version(state.stored.patterns), **changes)
 
     def is_of(self, similarity: Any) -> bool:
-        """Returns whether the similarity that a memory has is still that of this state; with gradients, ``live`` is."""
-        if not are_equal(self.sources, versions(similarity, self.stored.patterns)):
+        """Returns whether patterns and similarity are as they were; with gradients, whatever its parameters are."""
+        version = _version(self.stored.patterns)
+        return version is not None and version == self.version and self.follows(similarity, torch.is_grad_enabled())
+
+    def follows(self, similarity: Any, trained: bool = False) -> bool:
+        """Returns whether a similarity is the one of this state, unchanged, unless ``trained``."""
+        if similarity is not self.source:
             return False
-        as_live = torch.is_grad_enabled() or self.frozen is self.live
-        return as_live or are_equal(self.parameters, parameter_versions(similarity))
+        if self.frozen is not self.live:
+            for part, shifts in self.parts:
+                if "forward" in vars(part) or vars(part).get("shifts") != shifts or has_hooks(part):
+                    return False
+        return all(
+            (trained and learned) or (own.get(name) is tensor and version is not None and _version(tensor) == version)
+            for own, name, tensor, version, learned in self.watched
+        )
 
     @property
     def similarity(self) -> Similarity:
@@ -204,7 +227,7 @@ class State:
         wide = place | {"dtype": accumulation_dtype(stored.dtype)}
         mixture = self.fitted.mixture._replace(spread=self.fitted.mixture.spread.to(**wide))
         fitted = replace(self.fitted, mixture=mixture, foreign=self.fitted.foreign.to(**place))
-        return replace(self, stored=stored, beta=self.beta.to(**wide), fitted=fitted, codes=None, sources=())
+        return replace(self, stored=stored, beta=self.beta.to(**wide), fitted=fitted, codes=None, source=None)
 
     def of(self, similarity: Similarity) -> "State":
         """Returns the state with another similarity, which may change it no longer."""
@@ -406,37 +429,23 @@ class State:
         return max(size, min(GPU_CHUNK_ELEMENTS // dim, CHUNK_SCORES // queries))
 
 
-def versions(similarity: Any, patterns: Tensor) -> Versions:
-    """Returns the patterns and what a similarity is made of, but for its parameters, and how often each was modified.
-
-    A similarity that changes its type of call, by a hook or another ``forward``, counts as modified, and so do
-    inference tensors, which have no version.
-    """
+def followed(similarity: Any) -> tuple[Any, tuple[Followed, ...]]:
+    """Returns the parts of a similarity with their shifts, and its buffers and parameters with their versions."""
     parts = list(similarity.modules()) if isinstance(similarity, nn.Module) else []
-    buffers = [each for part in parts for each in part._buffers.values() if each is not None]
-    calls = [(part, 2 * vars(part).get("shifts", 0) + ("forward" in vars(part) or has_hooks(part))) for part in parts]
-    return (patterns, _version(patterns)), (similarity, 0), *calls, *((each, _version(each)) for each in buffers)
+    owners = [(part._buffers, False) for part in parts] + [(part._parameters, True) for part in parts]
+    tensors = ((own, name, each, learned) for own, learned in owners for name, each in own.items())
+    found = tuple((own, name, each, _version(each), learned) for own, name, each, learned in tensors)
+    return tuple((part, vars(part).get("shifts")) for part in parts), found
 
 
-def parameter_versions(similarity: Any) -> Versions:
-    """Returns the parameters of a similarity, and how often each was modified."""
-    parts = similarity.modules() if isinstance(similarity, nn.Module) else ()
-    found = (each for part in parts for each in part._parameters.values() if each is not None)
-    return tuple((each, _version(each)) for each in found)
-
-
-def _version(tensor: Tensor) -> tuple[int, int] | None:
+def _version(tensor: Tensor | None) -> tuple[int, int] | None:
     """Returns how often a tensor was modified and where its values are, or None if it does not tell."""
+    if tensor is None:
+        return 0, 0
     try:
         return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
     except (NotImplementedError, RuntimeError):  # of a transform of torch.func
         return None
-
-
-def are_equal(first: Versions, second: Versions) -> bool:
-    """Returns whether nothing was modified between two calls of :func:`versions`."""
-    pairs = zip(first, second, strict=False)
-    return len(first) == len(second) and all(a is b and i is not None and i == j for (a, i), (b, j) in pairs)
 
 
 def measure_shortlist(state: State, origin: Tensor | None, rows: Tensor) -> Shortlist:
